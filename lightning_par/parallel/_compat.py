@@ -1,0 +1,271 @@
+"""Every private or unstable torch API that the package uses, in one place.
+
+Each function says what it needs and since which version it is known; `tests/test_compat.py` tells what breaks when
+torch changes one of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import _lru_cache_wrapper
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import _random
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+
+def run_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the backward that is running now has ended (`Engine.queue_callback`, torch >= 1.0)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def reset_fsdp_iteration(module: nn.Module) -> None:
+    """Bring FSDP2 back to rest after an exception (`FSDPModule.reset_iter_state`, torch >= 2.13; else only reshard)."""
+    reset: Callable[[], None] | None = getattr(module, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+        return
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def finalize_fsdp(root: nn.Module) -> None:
+    """Tell FSDP2 which module is the root (`FSDPState._lazy_init`, torch >= 2.6).
+
+    torch does it in the first forward, and then refuses a submodule that runs before the root, as sampling code does.
+    """
+    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+
+
+def foreach_norm(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """Return the p-norm of each tensor, at least in float32 (`torch._foreach_norm`, its `dtype` since torch 2.4).
+
+    The tensors share device and dtype and none is empty: the infinite norm of nothing is an error there.
+    """
+    dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place by a 0-dim tensor (`torch._foreach_mul_`, torch >= 2.1)."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_clamp_(tensors: list[Tensor], limit: float) -> None:
+    """Clamp tensors of one device and dtype in place to [-limit, limit] (`torch._foreach_clamp_*_`, torch >= 2.0)."""
+    torch._foreach_clamp_min_(tensors, -limit)
+    torch._foreach_clamp_max_(tensors, limit)
+
+
+def unscale_and_check_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply by `inv_scale` in place, and set `found_inf` to 1 if an element is not finite.
+
+    The gradients share device and dtype (`torch._amp_foreach_non_finite_check_and_unscale_`; on CPU since torch 2.3).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+def collective_device(group: ProcessGroup, preferred: torch.device) -> torch.device:
+    """Return `preferred` if `group` can communicate there, else its accelerator (`ProcessGroup._device_types`, 2.0)."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or preferred.type in kinds:
+        return preferred
+    kind = next((kind for kind in kinds if kind != "cpu"), "cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
+    """Apply `function` to each tensor in nested containers, and keep all else (`torch.utils._pytree`, torch >= 2.2)."""
+    return tree_map_only(Tensor, function, data)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Make the 1-D mesh over all ranks of `mesh`, once for each name (`DeviceMesh._flatten`, torch >= 2.4)."""
+    return mesh._flatten(name)
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Cut a 1-D mesh into several dimensions, outermost first (`DeviceMesh._unflatten`, torch >= 2.10)."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Join meshes of one root into one; makes no groups (`DeviceMesh._concatenate`, torch >= 2.10)."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply `function` to all non-containers in nested containers (`torch.utils._pytree`, torch >= 2.2)."""
+    return tree_map(function, data)
+
+
+def leaves(data: Any) -> list[Any]:
+    """List everything in nested containers that is no container (`torch.utils._pytree`, torch >= 2.2)."""
+    return tree_leaves(data)
+
+
+def storage_note(tensor: Tensor) -> Any:
+    """Return what `set_storage_note` attached to the storage of a tensor, or None.
+
+    Relies on torch keeping the Python object of a storage, with its attributes, while the storage lives (torch >= 2.1).
+    """
+    return getattr(tensor.untyped_storage(), "_lightning_par_note", None)
+
+
+def set_storage_note(tensor: Tensor, note: Any) -> None:
+    """Attach an object to the storage of a tensor; every view of it, and nothing else, sees it. It dies with it."""
+    tensor.untyped_storage()._lightning_par_note = note  # type: ignore[attr-defined]
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are views of one storage, also on meta (`UntypedStorage._cdata`, torch >= 2.0)."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor (torch >= 2.1)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def factory_functions() -> set[Any]:
+    """Return the functions that `torch.device(...)` as a context redirects (`torch.utils._device`, torch >= 2.0)."""
+    return _device_constructors()
+
+
+@contextmanager
+def around_inner_meta_context(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `around()` for calls under a ``with torch.device("meta")`` begun in this context (`DeviceContext`, 2.0)."""
+    outer = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    original = DeviceContext.__torch_function__
+
+    def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type != "meta" or any(self is mode for mode in outer):
+            return original(self, func, types, args, kwargs)
+        with around():
+            return original(self, func, types, args, kwargs)
+
+    DeviceContext.__torch_function__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceContext.__torch_function__ = original  # type: ignore[method-assign]
+
+
+def no_function_modes() -> AbstractContextManager[None]:
+    """Switch `__torch_function__` off, with all its modes (`torch._C.DisableTorchFunction`, torch >= 2.0)."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def no_torch_modes() -> Iterator[None]:
+    """Switch all function and dispatch modes off (`torch.utils._python_dispatch`, torch >= 2.0)."""
+    with no_function_modes(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def replaced_trunc_normal(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `nn.init.trunc_normal_` call `function(original, tensor, ...)` (`_no_grad_trunc_normal_`, torch >= 1.9)."""
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = lambda *args, **kwargs: function(original, *args, **kwargs)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+def has_inner_forward_hooks(module: nn.Module) -> bool:
+    """Whether a submodule of `module` has a forward hook or pre-hook (`Module._forward_hooks`, torch >= 1.0)."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place, 0 for inference tensors (`Tensor._version`, torch >= 0.4)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the memory of a wrapper subclass such as DTensor, or the tensor itself.
+
+    Uses `torch.utils._python_dispatch.is_traceable_wrapper_subclass`, torch >= 2.1.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # since torch 2.13 the mesh of a DTensor is listed too
+            yield from plain_tensors(inner)
+
+
+class FSDPTensors(NamedTuple):
+    """What FSDP2 holds beside the parameters and gradients that are registered on the modules now."""
+
+    sharded: list[Tensor]
+    gathered: list[Tensor]
+    gradients: list[Tensor]
+
+
+def fsdp_tensors(module: nn.Module) -> FSDPTensors:
+    """Return the tensors of FSDP2's units in `module`.
+
+    Reads `FSDPState._fsdp_param_groups` (torch >= 2.11; before, `_fsdp_param_group`), the `FSDPParam`s of each group
+    (torch >= 2.4) and `_partial_reduce_output`, where HSDP keeps gradients that are not reduced over the replicas yet.
+    """
+    found = FSDPTensors([], [], [])
+    # One state may serve several modules.
+    states = {id(s): s for s in (fully_shard.state(m) for m in module.modules() if isinstance(m, FSDPModule))}  # type: ignore[attr-defined]
+    for state in states.values():
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            found.gradients.extend(_present(getattr(group, "_partial_reduce_output", None)))
+            for param in group.fsdp_params:
+                unsharded = getattr(param, "_unsharded_param", None)
+                found.sharded.append(param.sharded_param)
+                found.gathered.extend([*param.all_gather_outputs, *param._unsharded_inner_tensors])
+                found.gathered.extend(_present(unsharded, getattr(param, "_sharded_post_forward_param_data", None)))
+                found.gradients.extend(
+                    _present(
+                        param.sharded_param.grad,
+                        None if unsharded is None else unsharded.grad,
+                        param.unsharded_accumulated_grad,
+                    )
+                )
+    return found
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+_mesh_caches: WeakSet[Any] = WeakSet()
+
+
+def forget_meshes() -> None:
+    """Empty the caches of DTensor, for a process that makes a new process group.
+
+    Equal meshes count as one in them, though their groups differ: a mesh whose groups are destroyed would come back in
+    results. They are functools caches, some in closures where only the garbage collector finds them, a cache in C++
+    (`_clear_DTensor_sharding_propagator_cache`, torch >= 2.10) and the random state (`_random._rng_tracker`, >= 2.0).
+    The number that names the next group (`_world.group_count`, torch >= 2.0) differs on ranks where making one failed.
+    """
+    caches = (x for x in gc.get_objects() if type(x) is _lru_cache_wrapper)
+    _mesh_caches.update(cache for cache in caches if str(cache.__module__).startswith("torch.distributed.tensor"))
+    for cache in _mesh_caches:
+        cache.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    _random._rng_tracker = None
+    distributed_c10d._world.group_count = 0

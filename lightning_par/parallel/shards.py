@@ -1,0 +1,48 @@
+"""Parameters and their shards: names, local parts, full values. The one place that knows how a DTensor is cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter to its first fully qualified name; a tied parameter appears once."""
+    return {param: name for name, param in module.named_parameters()}
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor (sharing storage with it), or a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor into a plain tensor; collective over its mesh. A plain tensor is returned as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(full: Tensor, like: DTensor) -> Tensor:
+    """Cut out the part of `full` that this rank holds under the mesh and the placements of `like`.
+
+    Makes no communication, so every rank must hold the same `full`.
+
+    Args:
+        full: Plain tensor with the global shape of `like`.
+        like: The DTensor whose layout is wanted.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    if full.shape != like.shape:
+        raise ValueError(f"a tensor of shape {tuple(full.shape)} cannot fill a parameter of shape {tuple(like.shape)}")
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+@torch.no_grad()
+def copy_full_into(target: Tensor, full: Tensor) -> None:
+    """Write a full value into a parameter or buffer, whatever its layout; no communication."""
+    if isinstance(target, DTensor):
+        target.to_local().copy_(local_shard(full.to(target.device), target))
+    else:
+        target.copy_(full)
