@@ -1,0 +1,41 @@
+"""Isolation: no test sees what another one left in its process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_par.parallel._compat import forget_meshes
+
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def isolation() -> Iterator[None]:
+    """Give back the environment, the process group and torch's global settings after each test."""
+    environment = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        forget_meshes()
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet_lightning() -> None:
+    """Lightning tells at each Trainer which accelerators there are."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
