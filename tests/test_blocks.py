@@ -1,0 +1,770 @@
+"""Blocks are found on models as people write them, and every parameter ends up in exactly one FSDP unit."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_par.blocks import BlockPlan, find_blocks
+from lightning_par.errors import ParallelConfigError
+
+WIDTH = 16
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = 4 * WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class OtherBlock(Block):
+    pass
+
+
+class MoEBlock(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(MLP() for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return x + sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class GPT(nn.Module):
+    """Nano-GPT: tied embedding and head, a small position embedding, a parameter of its own."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 3, tied: bool = True) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(64, WIDTH),
+                "wpe": nn.Embedding(4, WIDTH),
+                "h": nn.ModuleList(block() for _ in range(layers)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, 64, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if tied:
+            self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.transformer["wte"](x) + self.transformer["wpe"].weight.sum() * self.scale
+        for block in self.transformer["h"]:
+            x = block(x)
+        return self.lm_head(self.transformer["ln_f"](x))
+
+
+class Chain(nn.Module):
+    """Any list of modules, called one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width // stride, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(width // stride, width, 1, stride), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.downsample(x) if hasattr(self, "downsample") else x
+        return (skip + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))).relu()
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(BasicBlock(8, 1), BasicBlock(8, 1))
+        self.layer2 = nn.Sequential(BasicBlock(16, 2), BasicBlock(16, 1))
+        self.layer3 = nn.Sequential(BasicBlock(32, 2), BasicBlock(32, 1))
+        self.layer4 = nn.Sequential(BasicBlock(64, 2), BasicBlock(64, 1))
+        self.fc = nn.Linear(64, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer4(self.layer3(self.layer2(self.layer1(self.bn1(self.conv1(x))))))
+        return self.fc(x.mean((2, 3)))
+
+
+class Root(nn.Module):
+    """What a LightningModule looks like from outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = nn.CrossEntropyLoss()
+        self.val_acc = torchmetrics.MeanMetric()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def llama(**options: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=8, n_embd=WIDTH, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **SMALL))
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=8, patch_size=4, **SMALL))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        experts_implementation="eager",  # the others do not work in float64
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+HUGGING_FACE = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "vit": vit, "mixtral": mixtral}
+
+
+def families(plan: BlockPlan) -> dict[str, list[str]]:
+    return {family.class_name: list(family.names) for family in plan.families}
+
+
+def groups(plan: BlockPlan) -> dict[str, list[list[str]]]:
+    found: dict[str, list[list[str]]] = {}
+    for group in plan.groups:
+        found.setdefault(group.label, []).append(list(group.names))
+    return found
+
+
+def message(*args: Any, **options: Any) -> str:
+    with pytest.raises(ParallelConfigError) as caught:
+        find_blocks(*args, **options)
+    return str(caught.value)
+
+
+def check_partition(model: nn.Module, plan: BlockPlan) -> None:
+    """Each parameter lies in one unit, and each unit counts its own, formed in the order of the plan."""
+    units = [((name,), None) for name in plan.names] + [(group.names, group.numel) for group in plan.groups]
+    taken: Counter[nn.Parameter] = Counter()
+    roots = {model.get_submodule(name) for names, _ in units for name in names}
+    for names, numel in units:
+        own: set[nn.Parameter] = set()
+        for name in names:
+            inner = [model.get_submodule(name)]
+            while inner:
+                module = inner.pop()
+                own.update(module.parameters(recurse=False))
+                inner.extend(child for child in module.children() if child not in roots)
+        taken.update(own)
+        assert numel in (None, sum(p.numel() for p in own))
+        assert all(type(model.get_submodule(name)).forward is not nn.Module.forward for name in names)
+    assert max(taken.values()) == 1
+    held = sum(p.numel() for p in taken)
+    assert plan.total_numel == sum(p.numel() for p in model.parameters()) == held + plan.root_numel
+    assert {p for n, p in model.named_parameters() if n in plan.root_parameters}.isdisjoint(taken)
+
+
+def test_nano_gpt() -> None:
+    plan = find_blocks(GPT())
+    assert families(plan) == {"Block": ["transformer.h.0", "transformer.h.1", "transformer.h.2"]}
+    assert plan.names == plan.families[0].names
+    assert groups(plan) == {"tied embedding+norm+head": [["transformer.wte", "transformer.ln_f", "lm_head"]]}
+    assert plan.root_parameters == ("scale", "transformer.wpe.weight")
+    assert plan.root_numel == WIDTH + 4 * WIDTH
+    assert plan.seen["Block"] == 3
+    assert plan.seen["Linear"] == 7
+    check_partition(GPT(), plan)
+
+
+def test_the_trunk_holds_what_is_left_inside_the_inner_model() -> None:
+    model = Root(GPT(tied=False))
+    plan = find_blocks(model)
+    assert groups(plan) == {
+        "embedding": [["model.transformer.wte"]],
+        "norm+head": [["model.transformer.ln_f", "model.lm_head"]],
+        "trunk": [["model"]],
+    }
+    assert plan.groups[-1].label == "trunk"
+    assert plan.groups[-1].numel == 5 * WIDTH
+    assert plan.root_numel == 0
+    check_partition(model, plan)
+
+
+def test_trunks_come_deepest_first() -> None:
+    inner = GPT()
+    middle = Chain(inner)
+    middle.own = nn.Parameter(torch.ones(2))
+    plan = find_blocks(Root(middle))
+    assert groups(plan)["trunk"] == [["model.layers.0"], ["model"]]
+    check_partition(Root(middle), plan)
+
+
+def test_a_trunk_around_a_joint_group_may_hold_nothing_itself() -> None:
+    with torch.device("meta"):
+        plan = find_blocks(Root(llama()))
+    assert [(group.names, group.numel) for group in plan.groups[-2:]] == [(("model.model",), 0), (("model",), 0)]
+
+
+def test_no_trunk_without_leftovers_and_none_for_containers() -> None:
+    assert "trunk" not in groups(find_blocks(Root(Chain(Block(), Block()))))
+    model = Root(nn.Sequential(nn.Linear(WIDTH, 2), Block(), Block()))
+    assert "trunk" not in groups(find_blocks(model))
+
+
+def test_a_parameter_without_dimensions_makes_no_trunk() -> None:
+    model = Chain(Block(), Block())
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    assert groups(find_blocks(Root(model))) == {}
+
+
+LAYERS = "model.model.layers."
+EXPECTED_HUGGING_FACE = {
+    "llama": (
+        {"LlamaDecoderLayer": [f"{LAYERS}{i}" for i in range(3)]},
+        {
+            "embedding": [["model.model.embed_tokens"]],
+            "norm+head": [["model.model.norm", "model.lm_head"]],
+            "trunk": [["model.model"], ["model"]],
+        },
+    ),
+    "gpt2": (
+        {"GPT2Block": [f"model.transformer.h.{i}" for i in range(3)]},
+        {
+            "tied embedding+norm+head": [["model.transformer.wte", "model.transformer.ln_f", "model.lm_head"]],
+            "trunk": [["model.transformer"], ["model"]],
+        },
+    ),
+    "bert": (
+        {"BertLayer": [f"model.bert.encoder.layer.{i}" for i in range(3)]},
+        {
+            "tied embedding+head": [["model.bert.embeddings.word_embeddings", "model.cls.predictions"]],
+            "embedding": [["model.bert.embeddings.position_embeddings"]],
+            "trunk": [["model.bert"], ["model"]],
+        },
+    ),
+    "t5": (
+        {"T5Block": [f"model.{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(2)]},
+        {
+            "tied embedding+norm+head": [
+                [
+                    "model.shared",
+                    "model.encoder.embed_tokens",
+                    "model.decoder.embed_tokens",
+                    "model.decoder.final_layer_norm",
+                    "model.lm_head",
+                ]
+            ],
+            "trunk": [["model.encoder"], ["model.decoder"], ["model"]],
+        },
+    ),
+    "vit": (
+        {"ViTLayer": [f"model.vit.layers.{i}" for i in range(3)]},
+        {"embedding": [["model.vit.embeddings"]], "trunk": [["model.vit"], ["model"]]},
+    ),
+    "mixtral": (
+        {"MixtralDecoderLayer": [f"{LAYERS}{i}" for i in range(2)]},
+        {
+            "embedding": [["model.model.embed_tokens"]],
+            "norm+head": [["model.model.norm", "model.lm_head"]],
+            "trunk": [["model.model"], ["model"]],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_on_the_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        model = Root(HUGGING_FACE[name]())
+    plan = find_blocks(model)
+    assert (families(plan), groups(plan)) == EXPECTED_HUGGING_FACE[name]
+    assert plan.coverage > 0.75
+    check_partition(model, plan)
+
+
+# An inner part that leaves out the head, and with it some modules of a joint group.
+BODIES = {"llama": "model", "mixtral": "model", "gpt2": "transformer", "bert": "bert", "t5": "encoder"}
+
+
+def shard(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    plan = find_blocks(model)
+    for names in [*((block,) for block in plan.names), *(group.names for group in plan.groups)]:
+        modules = [model.get_submodule(name) for name in names]
+        fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def first_output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    result = model(**inputs)
+    return result if isinstance(result, Tensor) else result[0]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("name", ["nano", *HUGGING_FACE])
+def test_fsdp_over_the_plan_equals_the_plain_model(name: str) -> None:
+    """Over one rank all hooks run: a parameter that is used while it is not gathered is an error, or has no gradient.
+
+    Between steps the inner model is called on its own, whole and in part, as sampling code does.
+    """
+    torch.manual_seed(0)
+    plain = Root(HUGGING_FACE[name]() if name in HUGGING_FACE else GPT()).double().eval()
+    inputs = {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
+    if name != "vit":
+        inputs = {"x" if name == "nano" else "input_ids": torch.randint(64, (2, 5))}
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    sharded = copy.deepcopy(plain)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shard(sharded)
+    for _ in range(2):
+        outputs = [first_output(model, inputs) for model in (plain, sharded)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-9, atol=1e-9)
+        for output in outputs:
+            output.square().mean().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(first_output(sharded.model, inputs), outputs[0], rtol=1e-9, atol=1e-9)
+            if name in BODIES:
+                ids = {"input_ids": inputs["input_ids"]}
+                bodies = [first_output(m.model.get_submodule(BODIES[name]), ids) for m in (plain, sharded)]
+                torch.testing.assert_close(bodies[1], bodies[0], rtol=1e-9, atol=1e-9)
+        assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    found = dict(sharded.named_parameters())
+    for parameter_name, parameter in plain.named_parameters():
+        grad = found[parameter_name].grad
+        assert isinstance(grad, DTensor) == (parameter.grad is not None), parameter_name
+        if isinstance(grad, DTensor):
+            torch.testing.assert_close(grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_torch_transformers() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32)
+    encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+    assert families(find_blocks(encoder)) == {"TransformerEncoderLayer": ["layers.0", "layers.1", "layers.2"]}
+    plan = find_blocks(nn.Transformer(WIDTH, 2, 2, 2, 32, batch_first=True))
+    assert families(plan) == {
+        "TransformerEncoderLayer": ["encoder.layers.0", "encoder.layers.1"],
+        "TransformerDecoderLayer": ["decoder.layers.0", "decoder.layers.1"],
+    }
+    assert groups(plan) == {"trunk": [["encoder"], ["decoder"]]}
+
+
+def test_resnet_merges_its_stages() -> None:
+    plan = find_blocks(ResNet())
+    assert families(plan) == {"BasicBlock": [f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]}
+    assert groups(plan) == {"head": [["fc"]]}
+    assert set(plan.root_parameters) == {"conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias"}
+    check_partition(ResNet(), plan)
+
+
+def test_numbered_attributes() -> None:
+    model = nn.Module()
+    for i in (1, 2, 3):
+        model.add_module(f"block{i}", Block())
+    assert families(find_blocks(model)) == {"Block": ["block1", "block2", "block3"]}
+    unnumbered = nn.Module()
+    unnumbered.first, unnumbered.second = Block(), Block()
+    assert not find_blocks(unnumbered, require=False).names
+
+
+def test_dictionary_of_blocks() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): Block() for i in range(3)})
+    assert find_blocks(model).names == ("layers.0", "layers.1", "layers.2")
+
+
+def test_hybrid_keeps_the_order_of_registration() -> None:
+    plan = find_blocks(Chain(Block(), OtherBlock(), Block(), OtherBlock()))
+    assert families(plan) == {"Block": ["layers.0", "layers.2"], "OtherBlock": ["layers.1", "layers.3"]}
+    assert plan.names == ("layers.0", "layers.1", "layers.2", "layers.3")
+
+
+def test_the_odd_one_out_in_a_list_of_blocks_is_a_block() -> None:
+    plan = find_blocks(Chain(Block(), MoEBlock(4), Block()))
+    assert families(plan) == {"Block": ["layers.0", "layers.2"], "MoEBlock": ["layers.1"]}
+
+
+def test_experts_are_no_blocks() -> None:
+    plan = find_blocks(Root(GPT(lambda: MoEBlock(8), layers=2)))
+    assert families(plan) == {"MoEBlock": ["model.transformer.h.0", "model.transformer.h.1"]}
+
+
+def test_a_candidate_that_does_not_repeat_is_opened() -> None:
+    model = nn.Module()
+    model.stage1 = Chain(*(Block() for _ in range(4)))
+    model.block0 = Block()
+    assert set(find_blocks(model).names) == {"block0", *(f"stage1.layers.{i}" for i in range(4))}
+
+
+def test_small_families_do_not_count() -> None:
+    model = Chain(Block(), Block())
+    model.tiny = nn.ModuleList(nn.Sequential(nn.Linear(1, 1)) for _ in range(2))
+    model.small = nn.ModuleList(Chain(nn.Linear(2, 2)) for _ in range(2))
+    assert families(find_blocks(model)) == {"Block": ["layers.0", "layers.1"]}
+
+
+def test_plain_sequentials_are_blocks_where_nothing_else_is() -> None:
+    model = nn.Module()
+    model.layer1 = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model.layer2 = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    assert families(find_blocks(model)) == {"Sequential": ["layer1", "layer2"]}
+
+
+def test_a_hint_for_a_small_part_falls_through() -> None:
+    class Hinted(Chain):
+        _no_split_modules = ["MLP"]
+
+    # The hint reaches into the blocks, and holds most of them: it is followed.
+    assert find_blocks(Hinted(*(Chain(MLP(), MLP()) for _ in range(2)))).families[0].class_name == "MLP"
+    big = Chain(Hinted(MLP(), MLP()), *(OtherBlock() for _ in range(3)))
+    plan = find_blocks(big)
+    assert "layers.0" in plan.names
+    assert "layers.0.layers.0" not in plan.names
+    assert find_blocks(Chain(Hinted(Block(), Block()), OtherBlock())).names == (
+        "layers.0.layers.0",
+        "layers.0.layers.1",
+    )
+
+
+def test_a_hint_leaves_the_rest_of_the_model_to_structure() -> None:
+    model = nn.Module()
+    with torch.device("meta"):
+        model.text = llama()
+        model.vision = Chain(Block(), Block())
+    assert families(find_blocks(model)) == {
+        "LlamaDecoderLayer": [f"text.model.layers.{i}" for i in range(3)],
+        "Block": ["vision.layers.0", "vision.layers.1"],
+    }
+
+
+def test_a_block_used_under_several_names_is_listed_once() -> None:
+    block = Block()
+    plan = find_blocks(Chain(*[block] * 6))
+    assert plan.names == ("layers.0",)
+    assert plan.block_numel == plan.total_numel == sum(p.numel() for p in block.parameters())
+    check_partition(Chain(*[block] * 6), plan)
+
+
+def test_wrapped_blocks_keep_their_class() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    compiled = Chain(*(torch.compile(Block(), backend="eager") for _ in range(2)))
+    assert families(find_blocks(compiled)) == {"Block": ["layers.0", "layers.1"]}
+    assert families(find_blocks(compiled, Block)) == {"Block": ["layers.0", "layers.1"]}
+    checkpointed = Chain(*(checkpoint_wrapper(Block()) for _ in range(2)))
+    assert families(find_blocks(checkpointed)) == {"Block": ["layers.0", "layers.1"]}
+
+
+def test_metrics_are_not_searched() -> None:
+    class Perceptual(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Chain(*(OtherBlock() for _ in range(8)))
+
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    model = Root(Chain(Block(), Block()))
+    model.val_acc = Perceptual()
+    plan = find_blocks(model)
+    assert families(plan) == {"Block": ["model.layers.0", "model.layers.1"]}
+    assert "OtherBlock" not in plan.seen
+    assert plan.root_numel == sum(p.numel() for p in model.val_acc.parameters())
+    check_partition(model, plan)
+
+
+def test_frozen_parts_count_like_others() -> None:
+    model = Root(GPT())
+    expected = find_blocks(model)
+    model.requires_grad_(False)
+    assert find_blocks(model) == expected
+
+
+def test_nothing_repeats() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    text = message(model)
+    assert "Linear x 2 (100.0%)" in text
+    assert "ReLU x 1 (0.0%)" in text
+    assert "280 parameters" in text
+    assert 'blocks=["MyBlock"]' in text
+    assert "YAML: blocks: [MyBlock]" in text
+    plan = find_blocks(model, require=False)
+    assert plan.families == plan.groups == plan.names == ()
+    assert plan.coverage == 0
+    assert plan.root_numel == plan.total_numel == 280
+    assert "nothing repeats" in plan.report()
+    assert find_blocks(nn.Identity(), require=False).coverage == 0
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        Block,
+        [Block],
+        "Block",
+        ["Block"],
+        "model.transformer.h.*",
+        ["model.transformer.h.[0-2]"],
+        f"{Block.__module__}.Block",
+        [Block, "model.transformer.h.?"],
+    ],
+)
+def test_user_choice(blocks: Any) -> None:
+    model = Root(GPT())
+    assert find_blocks(model, blocks) == find_blocks(model)
+
+
+def test_user_choice_wins_over_structure_and_hint() -> None:
+    plan = find_blocks(Root(GPT()), "MLP")
+    assert families(plan) == {"MLP": [f"model.transformer.h.{i}.mlp" for i in range(3)]}
+    check_partition(Root(GPT()), plan)
+    with torch.device("meta"):
+        model = llama()
+    plan = find_blocks(model, ["LlamaMLP", "LlamaAttention"])
+    assert [f.class_name for f in plan.families] == ["LlamaAttention", "LlamaMLP"]
+    check_partition(model, plan)
+    single = find_blocks(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear)
+    assert single.names == ("0", "2")
+    assert find_blocks(Chain(Block(), OtherBlock()), Block).names == ("layers.0", "layers.1")
+
+
+def test_every_entry_must_match() -> None:
+    text = message(Root(GPT()), ["Block", "Blok", "model.transformer.layers.*"])
+    assert "2 problems" in text
+    assert "'Blok' matches no module of Root; near misses: Block" in text
+    assert "Block x 3" in text
+    assert "blocks=['Block']" in text
+    assert "YAML: blocks: [Block]" in text
+    assert "'model.transformer.layers.*' matches no module" in text
+    assert "'block' matches no module of GPT; near misses: Block" in message(GPT(), "block")
+    assert "'OtherBlock' matches no module" in message(GPT(), OtherBlock)
+    assert "matches no module of GPT; near misses: none" in message(GPT(), "Zzzzzz", require=False)
+
+
+def test_entries_that_cannot_be_blocks() -> None:
+    text = message(GPT(), nn.ModuleList)
+    assert "'ModuleList' matches 1 modules such as 'transformer.h'" in text
+    assert "blocks=['transformer.h.*']" in text
+    assert "matches only modules inside other blocks" in message(GPT(), ["Block", "MLP"])
+    assert "no repeated blocks" in message(GPT(), [])
+
+
+def test_parameter_shared_between_blocks() -> None:
+    model = Root(GPT())
+    blocks = model.model.transformer["h"]
+    blocks[2].mlp.up.weight = blocks[0].mlp.up.weight
+    text = message(model)
+    assert "'model.transformer.h.0.mlp.up.weight' in block 'model.transformer.h.0'" in text
+    assert "'model.transformer.h.2.mlp.up.weight' in block 'model.transformer.h.2'" in text
+    assert "fix: blocks=['model'] makes one unit of both" in text
+    assert "YAML: blocks: [model]" in text
+    assert find_blocks(model, "model").names == ("model",)
+    # Replication does not care.
+    assert find_blocks(model, require=False).names == ()
+    assert "same parameter" in message(model, Block, require=False)
+
+
+def test_module_shared_between_blocks() -> None:
+    model = GPT()
+    blocks = model.transformer["h"]
+    blocks[1].mlp = blocks[0].mlp
+    text = message(model)
+    assert "(and 3 more parameters)" in text
+    assert "1 problem in" in text
+    assert "give each its own parameter" in text
+
+
+def test_parameter_shared_between_a_block_and_outside() -> None:
+    model = GPT()
+    model.first_up = model.transformer["h"][0].mlp.up
+    text = message(model)
+    assert "'transformer.h.0.mlp.up.weight' in block 'transformer.h.0'" in text
+    assert "'first_up.weight' outside the blocks" in text
+    # A second name for a whole block or a list of them is no conflict.
+    model = GPT()
+    model.blocks = model.transformer["h"]
+    model.last = model.transformer["h"][2]
+    assert len(find_blocks(model).names) == 3
+
+
+def test_tied_modules_without_a_head_are_one_group() -> None:
+    model = Chain(Block(), Block())
+    wrapper = nn.Module()
+    wrapper.source, wrapper.target, wrapper.model = nn.Embedding(2, WIDTH), nn.Embedding(2, WIDTH), model
+    wrapper.target.weight = wrapper.source.weight
+    assert groups(find_blocks(wrapper)) == {"tied embedding": [["source", "target"]]}
+    check_partition(wrapper, find_blocks(wrapper))
+
+
+def test_chains_of_ties_are_one_group() -> None:
+    """The last module shares one parameter with each of the two before it."""
+    model = GPT(tied=False)
+    model.head2 = nn.Linear(WIDTH, 64)
+    model.both = nn.Bilinear(WIDTH, 1, 64)
+    model.both.weight = nn.Parameter(torch.ones(64, WIDTH, 1))
+    model.both.extra, model.both.other = model.lm_head.weight, model.head2.weight
+    plan = find_blocks(model)
+    assert groups(plan)["tied norm+head"] == [["transformer.ln_f", "lm_head", "head2", "both"]]
+    check_partition(model, plan)
+
+
+def test_a_tie_with_a_parameter_of_an_enclosing_module_stays_with_that_module() -> None:
+    model = GPT()
+    model.alias = model.lm_head.weight
+    plan = find_blocks(Root(model))
+    assert groups(plan) == {"trunk": [["model"]]}
+    check_partition(Root(model), plan)
+
+
+def test_a_trunk_does_not_take_what_is_held_outside() -> None:
+    root = Root(GPT())
+    root.wpe = root.model.transformer["wpe"]
+    plan = find_blocks(root)
+    assert "trunk" not in groups(plan)
+    assert "wpe.weight" in " ".join(plan.root_parameters)
+    check_partition(root, plan)
+
+
+def test_a_module_that_another_one_holds_too_is_no_group() -> None:
+    """Such a head computes with the weight and never calls the embedding."""
+
+    class Head(nn.Module):
+        def __init__(self, embedding: nn.Embedding, bias: bool) -> None:
+            super().__init__()
+            self.embedding = embedding
+            if bias:
+                self.bias = nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.embedding.weight.T
+
+    for bias in (False, True):
+        model = GPT(tied=False)
+        model.lm_head = Head(model.transformer["wte"], bias)
+        plan = find_blocks(model)
+        assert groups(plan) == {}
+        check_partition(model, plan)
+
+
+def test_attention_is_not_taken_apart() -> None:
+    """`nn.MultiheadAttention` uses the weight of its projection and never calls it."""
+    model = GPT()
+    model.pool = nn.MultiheadAttention(WIDTH, 2)
+    plan = find_blocks(model)
+    assert groups(plan)["module"] == [["pool"]]
+    check_partition(model, plan)
+
+
+def test_report() -> None:
+    assert find_blocks(GPT()).report().splitlines() == [
+        "blocks: 3, with 85.1% of 7,616 parameters",
+        "  Block x 3: transformer.h.0 ... transformer.h.2 (6,480 parameters, 85.1%)",
+        "group tied embedding+norm+head: transformer.wte, transformer.ln_f, lm_head (1,056 parameters, 13.9%)",
+        "root: scale, transformer.wpe.weight (80 parameters, 1.1%)",
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_sharing_outside_the_blocks_leaves_each_parameter_in_one_unit(data: st.DataObject) -> None:
+    """Random trees around the blocks, with modules and parameters that are tied at random."""
+    holders: list[nn.Linear | nn.Embedding] = []
+
+    def node(depth: int) -> nn.Module:
+        module = data.draw(st.sampled_from([Chain, nn.Sequential, nn.Module]))()
+        for i in range(data.draw(st.integers(1, 3))):
+            kind = data.draw(st.sampled_from(["linear", "embedding", "node", "again", "own", "norm"]))
+            name = f"part_{'abc'[i]}"
+            if kind == "own":
+                module.register_parameter(name, nn.Parameter(torch.ones(data.draw(st.sampled_from([1, 999])))))
+            elif kind == "norm":
+                module.add_module(name, nn.LayerNorm(WIDTH))
+            elif kind == "again" and holders:
+                module.add_module(name, data.draw(st.sampled_from(holders)))
+            elif kind == "node" and depth:
+                module.add_module(name, node(depth - 1))
+            else:
+                rows = data.draw(st.sampled_from([2, 64]))
+                leaf = nn.Embedding(rows, WIDTH) if kind == "embedding" else nn.Linear(WIDTH, rows)
+                if holders and data.draw(st.booleans()):
+                    leaf.weight = data.draw(st.sampled_from(holders)).weight
+                holders.append(leaf)
+                module.add_module(name, leaf)
+        if depth == 2 or data.draw(st.booleans()):
+            module.add_module("blocks", nn.ModuleList(Block() for _ in range(2)))
+        return module
+
+    root = Root(node(2))
+    plan = find_blocks(root, Block)
+    check_partition(root, plan)
