@@ -1,0 +1,384 @@
+"""The data-parallel axes: replicate (DDP), ZeRO-1/2/3 (FSDP2) and HSDP, with one switch for gradient synchronisation.
+
+ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054. Every stage is built on torch's `fully_shard`; what differs is when the
+gathered parameters are freed and when gradients are reduced (P parameters, N ranks, see `docs/data_parallel.md`):
+
+=====  =============================  =============================================  ==========================
+stage  gathered parameters            gradients while accumulating                   reduced
+=====  =============================  =============================================  ==========================
+1      kept for the whole window      unsharded, in the reduction dtype              once a window
+2      kept for the whole window      sharded                                        each accumulation step
+3      freed after forward and again  sharded                                        each accumulation step
+       after backward
+=====  =============================  =============================================  ==========================
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_par.blocks import BlockPlan
+from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.layout import ParallelMesh
+from lightning_par.parallel import _compat
+from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
+from lightning_par.parallel.replicate import GradientReducer
+
+log = logging.getLogger(__name__)
+
+# Kernels of these modules want fp32 parameters when their input is fp32, so under autocast they are gathered in fp32.
+FP32_UNDER_AUTOCAST = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass
+class DataParallel:
+    """Handle on the data-parallel side of a parallelised module.
+
+    Attributes:
+        module: The root module.
+        mesh: The mesh and its views.
+        zero_stage: 0 (replicated), 1, 2 or 3.
+        sync_every_batch: Whether gradients are reduced in every accumulation step.
+        reducer: Averages the gradients of plain parameters; None where there are none.
+    """
+
+    module: nn.Module
+    mesh: ParallelMesh
+    zero_stage: int
+    sync_every_batch: bool
+    reducer: GradientReducer | None = None
+    _accumulating: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded by FSDP2."""
+        return self.zero_stage > 0
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Backward passes inside are not the last of their accumulation window. May be nested.
+
+        What is saved follows `sync_every_batch` and the stage: the reduction (all of it, or for HSDP with
+        `sync_every_batch` only the all-reduce between the replicas), and for ZeRO-1 and 2 the gathering of parameters.
+        """
+        before = self._accumulating
+        self._switch(enabled)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, accumulating: bool) -> None:
+        if accumulating == self._accumulating:
+            return
+        self._accumulating = accumulating
+        if self.reducer is not None:
+            # Plain parameters beside sharded ones are few: nothing is won by reducing them more than once a window.
+            self.reducer.enabled = not (accumulating and (self.sharded or not self.sync_every_batch))
+        if isinstance(self.module, FSDPModule):
+            if not self.sync_every_batch:
+                self.module.set_requires_gradient_sync(not accumulating)
+            else:
+                self.module.set_requires_all_reduce(not accumulating)
+            if self.zero_stage < 3:
+                self.module.set_reshard_after_backward(not accumulating)
+
+    def finish_backward(self) -> None:
+        """Complete the reduction after a backward, also on a rank whose backward reached no plain parameter."""
+        if self.reducer is not None:
+            self.reducer.finish()
+
+    def reshard(self) -> None:
+        """Free all gathered parameters, so that the module holds its sharded ones (before a step, a save, a load)."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def reset(self) -> None:
+        """Return to a clean state after an exception inside forward or backward; gradients under way are lost."""
+        self._switch(False)
+        if self.reducer is not None:
+            self.reducer.reset()
+        if isinstance(self.module, FSDPModule):
+            _compat.reset_fsdp_iteration(self.module)
+
+    def sync_buffers(self) -> None:
+        """Give every data rank the buffers of data rank 0 (running statistics of normalisation layers)."""
+        group = self.mesh.group("data")
+        if group.size() > 1:
+            _broadcast((b for b in self.module.buffers() if b.numel()), group)
+
+
+def replicate(
+    module: nn.Module, mesh: ParallelMesh, *, sync_every_batch: bool, reduce_dtype: torch.dtype | None = None
+) -> DataParallel:
+    """Keep all parameters on every rank and average their gradients over the data ranks.
+
+    Args:
+        module: Changed in place: hooks on its trainable parameters.
+        mesh: Gives the data ranks.
+        sync_every_batch: Reduce in every accumulation step rather than once a window.
+        reduce_dtype: Dtype of gradients on the wire; None keeps theirs.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    reducer = GradientReducer(module.parameters(), mesh.group("data"), reduce_dtype=reduce_dtype)
+    if not trainable:
+        log.info("no parameter of %s requires a gradient: nothing to average", type(module).__name__)
+    return DataParallel(module, mesh, 0, sync_every_batch, reducer)
+
+
+def shard(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    plan: BlockPlan,
+    *,
+    zero_stage: int,
+    policy: PrecisionPolicy,
+    sync_every_batch: bool,
+    reshard_after_forward: bool | int | None = None,
+    cpu_offload: bool = False,
+) -> DataParallel:
+    """Shard parameters, gradients and optimizer state over the `fsdp` ranks, replicated over `dp_replicate` (HSDP).
+
+    One FSDP unit a block, one for each group of the plan (embedding, norm and head, tied pair) and the root for the
+    rest. 0-dim parameters cannot be cut and stay plain; their gradients are averaged like replicated ones.
+
+    Args:
+        module: Changed in place.
+        mesh: Gives the ranks to shard and replicate over; one rank works too and casts dtypes in the same way.
+        plan: What becomes a unit.
+        zero_stage: 1, 2 or 3.
+        policy: Dtypes of computation and reduction.
+        sync_every_batch: Reduce in every accumulation step rather than once a window.
+        reshard_after_forward: Overrides the stage's own choice; an int is the number of ranks to re-shard over.
+        cpu_offload: Keep the shards, their gradients and the optimizer state in host memory.
+
+    Raises:
+        ParallelConfigError: If a unit holds trainable parameters of several dtypes.
+    """
+    # Weights beside the blocks are often used past their module (`F.linear(x, embedding.weight)`), so they are freed
+    # after forward only where the user asks for it.
+    reshard_beside_blocks = reshard_after_forward or False
+    if reshard_after_forward is None:
+        reshard_after_forward = zero_stage == 3
+    units = _Units(
+        mesh=mesh.mesh("hsdp") if mesh.layout.dp_replicate_size > 1 else mesh.mesh("fsdp"),
+        ignored={p for p in module.parameters() if p.ndim == 0},
+        policy=fsdp_policy(policy),
+        fp32_norms=policy.autocast is not None,
+        offload=_offload_policy(mesh, cpu_offload),
+    )
+    for name in plan.names:
+        units.add([module.get_submodule(name)], reshard_after_forward)
+    for group in plan.groups:
+        if group.label == "trunk":
+            continue
+        units.add([module.get_submodule(name) for name in group.names], reshard_beside_blocks)
+    units.add([module], reshard_after_forward=False)
+    stray = [p for p in module.parameters() if p in units.ignored]
+    reducer = GradientReducer(stray, mesh.group("data")) if stray else None
+    _gather_root_outside_steps(module)
+    return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer)
+
+
+def _gather_root_outside_steps(root: nn.Module) -> None:
+    """Let modules that the root unit serves run outside the root's forward too, as sampling in an epoch hook does.
+
+    Only without gradients: there is no root forward whose backward would reduce them.
+    """
+
+    def gather(module: nn.Module, args: Any) -> None:
+        params = list(module.parameters(recurse=False))
+        if not any(isinstance(p, DTensor) for p in params):
+            return
+        if torch.is_grad_enabled() and any(p.requires_grad for p in params):
+            raise RuntimeError(
+                f"{type(module).__name__} is called with gradients outside training_step (or forward) of "
+                f"{type(root).__name__}, where its parameters are not gathered and its gradients would not be reduced; "
+                "call it inside the step, or under torch.no_grad()"
+            )
+        cast(FSDPModule, root).unshard()
+
+    pending = list(root.children())
+    while pending:
+        module = pending.pop()
+        if isinstance(module, FSDPModule):
+            continue
+        pending.extend(module.children())
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(gather)
+
+
+@dataclass
+class _Units:
+    """What all FSDP units of one module have in common."""
+
+    mesh: Any
+    ignored: set[nn.Parameter]
+    policy: MixedPrecisionPolicy
+    fp32_norms: bool
+    offload: OffloadPolicy
+
+    def add(self, modules: Sequence[nn.Module], reshard_after_forward: bool | int) -> None:
+        if self.fp32_norms:
+            norms: list[nn.Module] = [
+                norm
+                for norm in dict.fromkeys(child for module in modules for child in module.modules())
+                if isinstance(norm, FP32_UNDER_AUTOCAST)
+                and not isinstance(norm, FSDPModule)
+                and any(True for _ in norm.parameters())
+            ]
+            if norms:
+                # Tiny, so they stay gathered between forward and backward.
+                self._fully_shard(norms, False, replace(self.policy, param_dtype=None))
+        rest = [m for m in modules if not isinstance(m, FSDPModule)]
+        if rest:
+            self._fully_shard(rest, reshard_after_forward, self.policy)
+
+    def _fully_shard(
+        self, modules: list[nn.Module], reshard_after_forward: bool | int, policy: MixedPrecisionPolicy
+    ) -> None:
+        _check_uniform_dtype(modules)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=self.offload,
+            ignored_params=self.ignored,
+        )
+
+
+def _offload_policy(mesh: ParallelMesh, cpu_offload: bool) -> OffloadPolicy:
+    if not cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _check_uniform_dtype(modules: Sequence[nn.Module]) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for module in modules:
+        for name, param in module.named_parameters():
+            if param.requires_grad and param.ndim and not isinstance(param, DTensor):
+                dtypes.setdefault(param.dtype, f"{type(module).__name__}.{name}")
+    if len(dtypes) > 1:
+        problems = Problems()
+        found = ", ".join(f"{str(d).removeprefix('torch.')} ({n})" for d, n in dtypes.items())
+        problems.add(
+            f"one FSDP unit holds trainable parameters of several dtypes: {found}; FSDP2 reduces a unit in one dtype",
+            "convert them to one dtype, or shard the modules that differ by themselves: blocks=['...'] names their class",
+        )
+        problems.raise_if_any()
+
+
+def synchronise_initial_values(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Make parameters and buffers equal on all ranks of `group` before they are sharded, from its first rank.
+
+    Ranks that built the module without a common seed differ; sharding them as they are would mix several models into
+    one. Values are compared by a fingerprint first, so that equal ones cost one small collective.
+
+    Returns:
+        True if values were broadcast.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()]
+    if group.size() == 1 or not tensors:
+        return False
+    mine = torch.stack([_fingerprint(t) for t in tensors]).cpu()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine.numpy().tobytes(), group=group)
+    if all(other == everyone[0] for other in everyone):
+        return False
+    log.info(
+        "%s was built with different weights on the ranks (no common seed): those of rank 0 are used",
+        type(module).__name__,
+    )
+    _broadcast(tensors, group)
+    return True
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    for i, chunk in enumerate(values.reshape(-1).split(2**20)):
+        chunk = chunk.to(torch.float64)
+        # A fixed pseudo-random direction tells permutations apart; a sum does not.
+        direction = torch.sin(torch.arange(1 + i, 1 + i + chunk.numel(), device=tensor.device, dtype=torch.float64))
+        total += torch.stack([chunk.sum(), (chunk * direction).sum()])
+    return total
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    first = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = local if local.is_contiguous() else local.contiguous()
+        dist.broadcast(whole, src=first, group=group)
+        if whole is not local:
+            local.copy_(whole)
+
+
+def register_forward_methods(module: nn.Module, names: Iterable[str]) -> None:
+    """Let methods beside `forward` gather the root's own parameters, as a training step uses them."""
+    for name in names:
+        if callable(getattr(module, name, None)):
+            register_fsdp_forward_method(module, name)
+
+
+def watch_for_bypassed_blocks(module: nn.Module, plan: BlockPlan) -> Callable[[], None]:
+    """Report a block that is bypassed: a submodule of it runs while the block's own forward has not gathered it.
+
+    The hooks look at each leaf of each block until the returned function removes them (after the first step).
+    """
+    handles = []
+    for block_name in plan.names:
+        block = module.get_submodule(block_name)
+        for leaf_name, leaf in block.named_modules():
+            if leaf is not block and any(True for _ in leaf.parameters(recurse=False)):
+                handles.append(leaf.register_forward_pre_hook(_bypass_check(block_name, block, leaf_name)))
+
+    def remove() -> None:
+        while handles:
+            handles.pop().remove()
+
+    return remove
+
+
+def _bypass_check(block_name: str, block: nn.Module, leaf_name: str) -> Callable[[nn.Module, Any], None]:
+    def check(leaf: nn.Module, args: Any) -> None:
+        if not any(isinstance(p, DTensor) for p in leaf.parameters(recurse=False)):
+            return
+        children = sorted({type(c).__name__ for c in block.children() if any(True for _ in c.parameters())})
+        raise ParallelConfigError(
+            Problem(
+                f"`{block_name}.{leaf_name}` was called while its block `{block_name}` ({_class_name(block)}) was not: "
+                "FSDP gathers a block when the block's own forward is called",
+                f"blocks={children} shards at the level that is called (or call the block itself)",
+                f"blocks: [{', '.join(children)}]",
+            )
+        )
+
+    return check
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of a module's class before FSDP2 put its own in front."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__

@@ -1,0 +1,78 @@
+"""What a layout would do to a module, in words and numbers, without a process group and without touching the module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_par.blocks import BlockPlan
+from lightning_par.layout import ParallelLayout
+from lightning_par.parallel.accounting import PHASES, human, model_state
+from lightning_par.parallel.apply import ParallelOptions, check, plan_blocks
+from lightning_par.parallel.precision import PrecisionPolicy
+
+
+def explain(
+    module: nn.Module,
+    layout: ParallelLayout,
+    policy: PrecisionPolicy,
+    options: ParallelOptions,
+    world_size: int,
+) -> str:
+    """Describe layout, blocks, units, dtypes and model-state bytes per rank.
+
+    Args:
+        module: The model; may be on the meta device.
+        layout: As requested; a -1 is filled in.
+        policy: Dtypes.
+        options: How the layout would be applied.
+        world_size: Number of processes.
+
+    Raises:
+        ParallelConfigError: Everything that would not work.
+    """
+    check(layout, options, policy, world_size)
+    replicated = layout.dp_shard_size == 1
+    resolved = layout.resolve(world_size)
+    stage = 0 if replicated else options.zero_stage
+    plan = plan_blocks(module, options, needed=not replicated)
+    sections = [
+        ("Layout", resolved.describe()),
+        ("Blocks", plan.report()),
+        ("Sharding", _sharding(plan, options, replicated)),
+        ("Dtypes", "\n".join(f"{name}: {value}" for name, value in policy.rows())),
+        ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage)),
+    ]
+    return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections)
+
+
+def _sharding(plan: BlockPlan, options: ParallelOptions, replicated: bool) -> str:
+    if replicated:
+        return "nothing is sharded: every rank holds all parameters, gradients are averaged in buckets during backward"
+    lines = [
+        f"ZeRO-{options.zero_stage} on FSDP2: {len(plan.names)} blocks, {len(plan.groups)} units beside them, the root",
+        *(f"{group.label}: {', '.join(group.names)}" for group in plan.groups),
+    ]
+    if options.activation_checkpointing not in (None, False):
+        lines.append(f"activation checkpointing: {options.activation_checkpointing}")
+    if options.compile:
+        lines.append("each block is compiled")
+    if options.cpu_offload:
+        lines.append("shards, gradients and optimizer state are kept in host memory")
+    return "\n".join(lines)
+
+
+def _bytes(module: nn.Module, plan: BlockPlan, layout: ParallelLayout, policy: PrecisionPolicy, zero_stage: int) -> str:
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    lines = [f"{trainable:,} trainable parameters over {layout.fsdp_size if zero_stage else 1} shards"]
+    for phase in PHASES:
+        beside_blocks = plan.total_numel - plan.block_numel
+        state = model_state(trainable, layout.fsdp_size, policy, phase, zero_stage=zero_stage, gathered=beside_blocks)
+        lines.append(
+            f"{phase:16} {human(state.total):>10} = parameters {human(state.parameters)} + gathered "
+            f"{human(state.gathered)} + gradients {human(state.gradients)} + optimizer {human(state.optimizer)}"
+        )
+    return "\n".join(lines)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
