@@ -1,0 +1,47 @@
+"""Every private Lightning API that the strategies use, in one place; `tests/test_compat.py` tells what breaks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+    """Gather over a group, differentiable with `sync_grads` (lightning >= 2.0)."""
+    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def workers_are_seeded(dataloader: DataLoader[Any]) -> bool:
+    """Whether Lightning seeds the workers of this loader (`seed_everything(workers=True)`), by the global rank.
+
+    The Trainer asks before it adds its own function and respects one that is there; Fabric has added it already, as a
+    `partial` of `pl_worker_init_function`.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", 0)):
+        return False
+    current = dataloader.worker_init_fn
+    return current is None or getattr(getattr(current, "func", None), "__name__", "") == "pl_worker_init_function"
+
+
+def evaluation_without_inference_mode(trainer: Any) -> None:
+    """Let validate, test and predict run under `no_grad`: FSDP2 cannot gather into inference tensors.
+
+    Lightning does this for its own `FSDPStrategy` class only (`pytorch/loops/utilities.py`, lightning 2.6).
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+def is_interrupted(trainer: Any) -> bool:
+    """Whether the Trainer is handling an exception on this rank (`TrainerStatus.INTERRUPTED`, lightning >= 2.0)."""
+    return str(trainer.state.status).endswith("interrupted")
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store of the default process group (`_get_default_store`, torch >= 1.8)."""
+    return torch.distributed.distributed_c10d._get_default_store()

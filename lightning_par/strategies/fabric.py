@@ -1,0 +1,279 @@
+"""The Fabric shell: the same names as in `lightning_par.strategies`, for `lightning.fabric.Fabric`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_par import checkpoint as ckpt
+from lightning_par.parallel import apply
+from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
+from lightning_par.parallel.materialize import deferred_init
+from lightning_par.strategies.precision import fabric_plugin
+from lightning_par.strategies.presets import (
+    DataParallelDefaults,
+    FSDP2Defaults,
+    HSDPDefaults,
+    ZeRODefaults,
+)
+from lightning_par.strategies.shared import MeshShell
+
+__all__ = ["DataParallelStrategy", "FSDP2Strategy", "HSDPStrategy", "MeshStrategy", "ZeROStrategy"]
+
+State = dict[str, nn.Module | Optimizer | Any]
+
+
+class MeshStrategy(MeshShell, ParallelStrategy):
+    """Runs the modules of a Fabric script under any layout of the axes that work; the options are those of `MeshShell`."""
+
+    @override
+    def _init_host(self) -> None:
+        self._backward_sync_control = _SyncControl()
+
+    # -- what Fabric asks ----------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    @override
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None:
+            device = self.parallel_devices[0].type if self.parallel_devices else self._device_type()
+            precision = fabric_plugin(precision, device, self._autocast)
+            self._precision_name = str(precision.precision)
+        self._precision = precision
+
+    def _device_type(self) -> str:
+        return "cuda" if type(self.accelerator).__name__ == "CUDAAccelerator" else "cpu"
+
+    @override
+    def setup_environment(self) -> None:
+        self._set_world_ranks()
+        self._connect()
+        super().setup_environment()
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Build modules on the CPU, or with `empty_init` on the meta device; `setup` then gives them their values."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(deferred_init())
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: sharding moves what is left of each parameter, so that a model larger than the device fits."""
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        handle = self._parallelize(module, ())
+        if handle not in self._handles:
+            self._handles.append(handle)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        apply.remap_optimizer(optimizer, self._handles)
+        return optimizer
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, module, *args, **kwargs)
+        for handle in self._handles:
+            handle.finish_backward()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        for handle in self._handles:
+            # Parameters still gathered from a forward without backward would be stale after the step.
+            handle.data.reshard()
+        return super().optimizer_step(optimizer, **kwargs)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the true global norm over all meshes; returns the norm before clipping, the same on all ranks."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.precision.unscale_gradients(optimizer)
+        clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return self.reduce(tensor, group, reduce_op)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return ckpt.full_model_state(module) if self._state_dict_type == "full" else ckpt.model_state(module)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: State,
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save modules, optimizers and other objects; see `lightning.fabric.Fabric.save`."""
+        path = self.broadcast(path)
+        modules, optimizers, rest = _sorted_state(state)
+        keep = filter or {}
+        meta = {key: _filtered(key, _plain(value), keep) for key, value in rest.items()}
+        if self._state_dict_type == "full":
+            for name, module in modules.items():
+                meta[name] = _filtered(name, ckpt.full_model_state(module), keep)
+            for name, optimizer in optimizers.items():
+                meta[name] = _filtered(name, ckpt.full_optimizer_state(_container(modules), optimizer), keep)
+            if self.is_global_zero:
+                ckpt.remove_checkpoint(path)
+                self.checkpoint_io.save_checkpoint(meta, path, storage_options)
+            return
+        container = _container(modules)
+        model = {
+            name: value for name, value in ckpt.model_state(container).items() if _kept(name, value, modules, keep)
+        }
+        ckpt.save_sharded(
+            path,
+            model=model,
+            optimizers=[ckpt.optimizer_state(container, optimizer) for optimizer in optimizers.values()],
+            meta=meta,
+        )
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: nn.Module | Optimizer | State | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Restore the objects of `state` in place; returns what the checkpoint holds beside them."""
+        path = self.broadcast(path)
+        for handle in self._handles:
+            handle.data.reshard()
+        if isinstance(state, nn.Module):
+            return self._load_raw(path, state, strict, weights_only)
+        if not state or isinstance(state, Optimizer):
+            raise ValueError(
+                f"load_checkpoint needs a state with at least a module to restore, not {type(state).__name__}"
+            )
+        modules, optimizers, rest = _sorted_state(state)
+        if ckpt.is_sharded_checkpoint(path):
+            loaded: dict[str, Any] = dict(
+                ckpt.load_sharded(path, _container(modules), list(optimizers.values()), strict=strict)
+            )
+        else:
+            loaded = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            _require(loaded, [*modules, *optimizers], strict)
+            for name, module in modules.items():
+                if name in loaded:
+                    ckpt.load_full_model_state(module, loaded.pop(name), strict=strict)
+            for name, optimizer in optimizers.items():
+                if name in loaded:
+                    ckpt.load_full_optimizer_state(_container(modules), optimizer, loaded.pop(name))
+        _require(loaded, rest, strict)
+        for key, value in rest.items():
+            if key in loaded:
+                if callable(getattr(value, "load_state_dict", None)):
+                    value.load_state_dict(loaded.pop(key))
+                else:
+                    state[key] = loaded.pop(key)
+        return loaded
+
+    def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        """Load a file that is nothing but a state dict, or the model of a sharded checkpoint."""
+        if ckpt.is_sharded_checkpoint(path):
+            return dict(ckpt.load_sharded(path, module, strict=strict))
+        weights = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        ckpt.load_full_model_state(module, weights, strict=strict)
+        return {}
+
+
+class _SyncControl(_BackwardSyncControl):
+    """`Fabric.no_backward_sync`: any nesting and repetition restores what was before."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        handle = apply.parallelized(module)
+        if handle is None:
+            raise TypeError(f"{type(module).__name__} was not set up by this strategy: call fabric.setup(module) first")
+        return handle.accumulating(enabled)
+
+
+def _sorted_state(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, Optimizer], dict[str, Any]]:
+    modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
+    optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+    return modules, optimizers, {k: v for k, v in state.items() if k not in modules and k not in optimizers}
+
+
+def _container(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """One module whose names tell several modules apart; a single one keeps its names, as in a Trainer's checkpoint."""
+    return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+
+
+def _kept(
+    name: str, value: Any, modules: Mapping[str, nn.Module], keep: Mapping[str, Callable[[str, Any], bool]]
+) -> bool:
+    key, inner = (next(iter(modules)), name) if len(modules) == 1 else name.split(".", 1)
+    return key not in keep or keep[key](inner, value)
+
+
+def _filtered(key: str, value: Any, keep: Mapping[str, Callable[[str, Any], bool]]) -> Any:
+    if key in keep and isinstance(value, dict):
+        return {k: v for k, v in value.items() if keep[key](k, v)}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def _require(loaded: Mapping[str, Any], keys: Any, strict: bool) -> None:
+    missing = [key for key in keys if key not in loaded]
+    if missing and strict:
+        raise KeyError(
+            f"the checkpoint lacks {missing}; it holds {sorted(loaded)}. Pass strict=False to leave them as they are."
+        )
+
+
+class DataParallelStrategy(DataParallelDefaults, MeshStrategy):
+    __doc__ = DataParallelDefaults.__doc__
+
+
+class ZeROStrategy(ZeRODefaults, MeshStrategy):
+    __doc__ = ZeRODefaults.__doc__
+
+
+class FSDP2Strategy(FSDP2Defaults, MeshStrategy):
+    __doc__ = FSDP2Defaults.__doc__
+
+
+class HSDPStrategy(HSDPDefaults, MeshStrategy):
+    __doc__ = HSDPDefaults.__doc__

@@ -1,0 +1,68 @@
+"""Presets: mixins that only fix defaults of `MeshStrategy`, for the Trainer and for Fabric alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning_par.layout import ParallelLayout
+
+
+class DataParallelDefaults:
+    """Replicates the model on every process and averages gradients (DDP).
+
+    Args:
+        dp_replicate_size: Number of replicas; -1 for all processes.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    def __init__(self, dp_replicate_size: int = -1, **kwargs: Any) -> None:
+        super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=1, **kwargs)
+
+
+class ZeRODefaults:
+    """Shards optimizer state (stage 1), and gradients (2), and parameters (3) over all processes.
+
+    Args:
+        stage: What is sharded; 3 is the same as `FSDP2Strategy`.
+        dp_shard_size: Number of ranks to shard over; -1 for all processes.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    def __init__(self, stage: Literal[1, 2, 3] = 1, dp_shard_size: int = -1, **kwargs: Any) -> None:
+        super().__init__(zero_stage=stage, dp_shard_size=dp_shard_size, **kwargs)
+
+
+class FSDP2Defaults:
+    """Shards parameters, gradients and optimizer state over all processes, block by block.
+
+    Args:
+        dp_shard_size: Number of ranks to shard over; -1 for all processes.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    def __init__(self, dp_shard_size: int = -1, **kwargs: Any) -> None:
+        super().__init__(dp_shard_size=dp_shard_size, **kwargs)
+
+
+class HSDPDefaults:
+    """Shards within a node and replicates between nodes (HSDP).
+
+    Args:
+        dp_shard_size: Number of ranks to shard over; ``"node"`` for the processes of one node.
+        dp_replicate_size: Number of replicas of that; -1 for what is left.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    num_processes: int
+
+    def __init__(
+        self, dp_shard_size: int | Literal["node"] = "node", dp_replicate_size: int = -1, **kwargs: Any
+    ) -> None:
+        self._shard_in_node = dp_shard_size == "node"
+        size = 0 if isinstance(dp_shard_size, str) else dp_shard_size
+        super().__init__(dp_shard_size=size, dp_replicate_size=dp_replicate_size, **kwargs)
+
+    def _requested_layout(self) -> ParallelLayout:
+        layout: ParallelLayout = super()._requested_layout()  # type: ignore[misc]
+        return replace(layout, dp_shard_size=self.num_processes) if self._shard_in_node else layout

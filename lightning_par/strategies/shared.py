@@ -1,0 +1,349 @@
+"""What the Trainer shell and the Fabric shell have in common: options, processes, the mesh, data ranks, collectives."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.utils.data import DataLoader
+
+from lightning_par.errors import ParallelConfigError, Problems
+from lightning_par.layout import ParallelLayout, ParallelMesh
+from lightning_par.parallel import apply
+from lightning_par.parallel.memory import ActivationCheckpointing
+from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
+from lightning_par.parallel.report import explain
+from lightning_par.strategies import _compat
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+StateDictType = Literal["sharded", "full"]
+
+
+def explain_unknown_options(init: F) -> F:
+    """Turn the TypeError of an unknown keyword of `init` into a `ParallelConfigError` with near misses."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        problems = Problems()
+        for name in kwargs.keys() - set(known):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            problems.add(
+                f"{type(self).__name__} has no option {name!r}; its options are {', '.join(known)}",
+                f"{near[0]}={kwargs[name]!r}" if near else f"leave out {name}",
+            )
+        problems.raise_if_any()
+        init(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+class MeshShell:
+    """Mixin under both `MeshStrategy` classes; the host class supplies Lightning's own properties.
+
+    The sizes multiply to the number of processes; one of them may be -1 for "whatever is left".
+
+    Args:
+        pp_size: Pipeline stages. Planned; 1 for now.
+        dp_replicate_size: Replicas that each hold all shards (HSDP), or all parameters with ``dp_shard_size=1`` (DDP).
+        dp_shard_size: Ranks over which parameters, gradients and optimizer state are sharded; 1 replicates them.
+        ep_size: Ranks over which experts are spread. Planned; 1 for now.
+        cp_size: Ranks that share a sequence. Planned; 1 for now.
+        tp_size: Ranks that share each matrix. Planned; 1 for now.
+        zero_stage: What is sharded: 1 optimizer state, 2 and gradients, 3 and parameters.
+        blocks: The repeated blocks of the model: ``"auto"``, or classes, class names or globs of module names.
+        reshard_after_forward: Free gathered parameters between forward and backward; by default with ZeRO-3 only. An
+            int is the number of ranks to re-shard over.
+        mixed_precision: Dtypes that differ from what ``precision=`` of the Trainer says.
+        autocast: Whether ``bf16-mixed`` runs the step under autocast, as Lightning's own plugin does.
+        activation_checkpointing: ``"full"``, ``"selective"``, every n-th block (an int), or a function of name and block.
+        compile: Compile each block; a string names the backend.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory.
+        sync_every_batch: Reduce gradients in each accumulation step; ``"auto"``: with ZeRO-2, ZeRO-3 and HSDP.
+        state_dict_type: Checkpoints as a ``"sharded"`` directory or one ``"full"`` file that plain Lightning loads.
+        process_group_backend: Backend of the process group; by default gloo on CPU, NCCL with gloo on GPU.
+        timeout: How long a collective may take.
+
+    Raises:
+        ParallelConfigError: Before any process group is made, with everything that is wrong and how to fix it.
+    """
+
+    # Supplied by Lightning's ParallelStrategy in both hosts.
+    cluster_environment: Any
+    parallel_devices: list[torch.device] | None
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    accelerator: Any
+
+    @explain_unknown_options
+    def __init__(
+        self,
+        pp_size: int = 1,
+        dp_replicate_size: int = 1,
+        dp_shard_size: int = -1,
+        ep_size: int = 1,
+        cp_size: int = 1,
+        tp_size: int = 1,
+        *,
+        zero_stage: int = 3,
+        blocks: str | type[nn.Module] | list[str | type[nn.Module]] = "auto",
+        auto_wrap_policy: type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        autocast: bool = True,
+        activation_checkpointing: bool
+        | int
+        | str
+        | ActivationCheckpointing
+        | Callable[[str, nn.Module], bool]
+        | None = None,
+        compile: bool | str = False,
+        cpu_offload: bool = False,
+        sync_every_batch: bool | Literal["auto"] = "auto",
+        state_dict_type: StateDictType = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        self._layout = ParallelLayout(pp_size, dp_replicate_size, dp_shard_size, ep_size, cp_size, tp_size)
+        self._options = apply.ParallelOptions(
+            zero_stage=zero_stage,
+            blocks=_merge_blocks(blocks, auto_wrap_policy),
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            cpu_offload=cpu_offload,
+            sync_every_batch=sync_every_batch,
+        )
+        self._mixed_precision = mixed_precision
+        self._autocast = autocast
+        self._state_dict_type = state_dict_type
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._num_nodes = 1
+        self._mesh: ParallelMesh | None = None
+        self._precision_name = "32-true"
+        self._handles: list[apply.Parallelized] = []
+        self._init_host()
+
+    def _init_host(self) -> None:
+        """Set what only one of the hosts has."""
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout; sizes of -1 are filled in once the processes have met."""
+        return self._mesh.layout if self._mesh is not None else self._layout
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh and its views.
+
+        Raises:
+            RuntimeError: Before the processes have met (`setup_environment`).
+        """
+        if self._mesh is None:
+            raise RuntimeError("there is no device mesh before the processes have met (Trainer.fit, Fabric.launch)")
+        return self._mesh
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Dtypes of storage, computation and reduction, from the host's `precision=` and this strategy's options."""
+        return resolve_precision(self._precision_name, self._mixed_precision, self._autocast)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # A single process needs no launcher, so that notebooks with one device work.
+        if not self.cluster_environment.creates_processes_externally and self.num_processes * self._num_nodes > 1:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self._num_nodes * self.num_processes)
+        # Some environments ignore the setter, so the getter is asked.
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _requested_layout(self) -> ParallelLayout:
+        """The layout as the user asked for it; presets that depend on the ranks of a node override this."""
+        return self._layout
+
+    def _connect(self) -> None:
+        """Check the whole configuration, join or adopt the process group, build the mesh."""
+        world_size = dist.get_world_size() if dist.is_initialized() else self.world_size
+        layout = self._requested_layout()
+        problems = Problems()
+        problems.extend(layout.problems(world_size))
+        try:
+            policy = self.policy
+        except ParallelConfigError as error:
+            problems.extend(error.problems)
+            policy = resolve_precision("32-true")
+        problems.extend(self._options.problems(layout, policy))
+        if self._state_dict_type not in ("sharded", "full"):
+            problems.add(
+                f"state_dict_type is {self._state_dict_type!r}; it is 'sharded' or 'full'", "state_dict_type='sharded'"
+            )
+        problems.raise_if_any()
+
+        reset_seed()
+        if not dist.is_initialized():
+            on_gpu = self.root_device.type == "cuda"
+            # Control messages, metrics on the CPU and offloaded state need a CPU backend beside NCCL.
+            self._process_group_backend = self._process_group_backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            _init_dist_connection(
+                self.cluster_environment,
+                self._process_group_backend,
+                timeout=self._timeout,
+                device_id=self.root_device if on_gpu else None,
+            )
+            # Not at teardown: a sharded model is used after `fit`. Left alone, gloo aborts the interpreter's exit.
+            atexit.register(_destroy_process_group)
+        self._layout = layout
+        self._mesh = layout.resolve(world_size).build_mesh(self.root_device.type)
+
+    def _parallelize(self, module: nn.Module, forward_methods: Collection[str]) -> apply.Parallelized:
+        requested = self._requested_layout()
+        return apply.parallelize(
+            module,
+            requested,
+            self.policy,
+            self._options,
+            mesh=self.mesh,
+            device=self.root_device,
+            forward_methods=forward_methods,
+        )
+
+    def explain(self, module: nn.Module, world_size: int) -> str:
+        """Say what this strategy would do to a module on that many processes; needs no process group."""
+        return explain(module, self._requested_layout(), self.policy, self._options, world_size)
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data ranks see disjoint samples; ranks of one model group see the same."""
+        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seed loader workers by data rank, so that the ranks of one model group augment alike."""
+        if isinstance(dataloader, DataLoader) and _compat.workers_are_seeded(dataloader):
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.data_rank)
+        return dataloader
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not dist.is_initialized():
+            return
+        if self.root_device.type == "cuda":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Send any picklable object from one rank to all."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data ranks, once: ranks of one model group hold the same value.
+
+        Args:
+            tensor: A tensor, reduced in place where its dtype allows; anything else is returned as it is.
+            group: Another group than the data ranks.
+            reduce_op: "mean", "avg", "sum" or a `ReduceOp`. The mean of integers is a float.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        group = group or self.mesh.group("data")
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
+        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if mean or name == "sum" else reduce_op, group=group)
+        return tensor.div_(group.size()) if mean else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree on a decision over all ranks of all axes: everybody's (`all`) or anybody's."""
+        if not dist.is_initialized():
+            return decision
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(vote.item())
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of the same shape from all data ranks, stacked on a new first dimension."""
+        return _compat.all_gather(tensor, group or self.mesh.group("data"), sync_grads)
+
+
+def _merge_blocks(blocks: Any, auto_wrap_policy: Any) -> Any:
+    """`auto_wrap_policy` is Lightning's word for `blocks`."""
+    if auto_wrap_policy is None:
+        return blocks
+    problems = Problems()
+    if blocks != "auto":
+        problems.add("both blocks and auto_wrap_policy are given; they mean the same", "auto_wrap_policy=None")
+    if callable(auto_wrap_policy) and not isinstance(auto_wrap_policy, type):
+        problems.add(
+            "auto_wrap_policy is a function; FSDP2 has no such policies, it takes the classes of the blocks",
+            "auto_wrap_policy=[MyBlock]",
+        )
+    problems.raise_if_any()
+    return list(auto_wrap_policy) if isinstance(auto_wrap_policy, set | frozenset) else auto_wrap_policy
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

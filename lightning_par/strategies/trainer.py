@@ -1,0 +1,351 @@
+"""The Trainer shell: `MeshStrategy` for `lightning.pytorch.Trainer`, thin over `lightning_par.parallel`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_par import checkpoint as ckpt
+from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.parallel.apply import Parallelized, remap_optimizer
+from lightning_par.parallel.materialize import deferred_init
+from lightning_par.strategies import _compat
+from lightning_par.strategies.precision import trainer_plugin
+from lightning_par.strategies.shared import MeshShell
+
+log = logging.getLogger(__name__)
+
+FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+# How long a rank that failed waits for the others before it gives up saving a checkpoint together.
+EXCEPTION_AGREEMENT = timedelta(seconds=10)
+
+
+class MeshStrategy(MeshShell, ParallelStrategy):
+    """Trains an unmodified LightningModule under any layout of the axes that work; the options are those of `MeshShell`."""
+
+    # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is spread: without this Lightning would neither shard the samples nor reduce what is logged."""
+        return self._mesh.data_size > 1 if self._mesh is not None else self.world_size > 1
+
+    @property
+    def parallelized(self) -> Parallelized:
+        """What was done to the module.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        if not self._handles:
+            raise RuntimeError("the module is not parallelised before Trainer.fit, validate, test or predict")
+        return self._handles[0]
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @property  # type: ignore[override]
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            plugin = trainer_plugin(plugin, self._device_type(), self._autocast)
+            self._precision_name = str(plugin.precision)
+        self._precision_plugin = plugin
+
+    def _device_type(self) -> str:
+        if self.parallel_devices:
+            return self.parallel_devices[0].type
+        return "cuda" if type(self.accelerator).__name__ == "CUDAAccelerator" else "cpu"
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who this process is."""
+        self._set_world_ranks()
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+        self._connect()
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self.mesh.root
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build modules on the CPU, or with `empty_init` on the meta device; `setup` then gives them their values.
+
+        Sharding moves what is left of each parameter to the device, so a model larger than the device fits.
+        """
+        with deferred_init() if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        _compat.evaluation_without_inference_mode(trainer)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        self._handles = [self._parallelize(module, FORWARD_METHODS)]
+        self.model = self.lightning_module
+        self._connect_metrics()
+        self.barrier("parallelised")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: `setup` moves what sharding leaves of each parameter."""
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        # A former fit may have left optimizers whose parameters are gone.
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            remap_optimizer(optimizer, [self.parallelized])
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        """Refuse what Lightning would let through and do wrongly under sharding."""
+        problems = Problems()
+        for callback in trainer.callbacks:
+            if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+                problems.add(
+                    "StochasticWeightAveraging copies and zips the local shards of parameters",
+                    "leave out StochasticWeightAveraging",
+                )
+        problems.raise_if_any()
+
+    def _connect_metrics(self) -> None:
+        """Merge the states of each torchmetrics object over the data ranks, not over the whole world."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric) and module.process_group is None:
+                module.process_group = self.mesh.group("data")
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.parallelized.accumulating():
+            yield
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.parallelized.finish_backward()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def closure_then_reshard() -> Any:
+            result = closure()
+            # A step changes the shards: parameters still gathered from a forward without backward would be stale.
+            self.parallelized.data.reshard()
+            return result
+
+        return super().optimizer_step(optimizer, closure_then_reshard, model, **kwargs)
+
+    @override
+    def on_predict_start(self) -> None:
+        """Agree on the number of batches: predictions are never padded, so some ranks may have one more."""
+        self.parallelized.data.sync_buffers()
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.predict_loop.max_batches
+        self._predict_calls, self._repeats_after = 0, {}
+        if not self.parallelized.data.sharded or not all(isinstance(n, int) for n in batches):
+            return
+        mine = torch.tensor(batches, device=self.root_device)
+        most, least = mine.clone(), mine.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        if bool(((least == 0) & (most > 0)).any()):
+            raise ParallelConfigError(
+                Problem(
+                    f"some of the {self.mesh.data_size} data ranks have no batch to predict, and a sharded forward needs "
+                    "all of them",
+                    "predict on fewer devices, or on at least one sample a rank",
+                )
+            )
+        self._repeats_after = dict(zip(mine.cumsum(0).tolist(), (most - mine).tolist(), strict=True))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().predict_step(*args, **kwargs)
+        self._predict_calls += 1
+        for _ in range(self._repeats_after.get(self._predict_calls, 0)):
+            # Other ranks run collectives in their extra batch: take part, and drop the result.
+            super().predict_step(*args, **kwargs)
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        self.parallelized.data.sync_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.parallelized.data.sync_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.parallelized.data.reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self.parallelized.data.reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.parallelized.data.reshard()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state under the names of the unsharded module.
+
+        DTensors with `state_dict_type="sharded"`; otherwise full CPU tensors on rank 0 and nothing elsewhere.
+        """
+        self._agree_after_exception()
+        assert self.lightning_module is not None
+        for handle in self._handles:
+            handle.data.sync_buffers()
+        if self._state_dict_type == "full":
+            return ckpt.full_model_state(self.lightning_module)
+        return ckpt.model_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        assert self.lightning_module is not None
+        if self._state_dict_type == "full":
+            return ckpt.full_optimizer_state(self.lightning_module, optimizer)
+        return ckpt.optimizer_state(self.lightning_module, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._state_dict_type == "full":
+            path = self.broadcast(filepath)
+            if self.is_global_zero:
+                ckpt.remove_checkpoint(path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise ParallelConfigError(
+                Problem(
+                    "a sharded checkpoint is written by torch, not by a CheckpointIO with storage_options",
+                    "state_dict_type='full'",
+                )
+            )
+        ckpt.save_sharded(
+            self.broadcast(filepath),
+            model=checkpoint.pop("state_dict"),
+            optimizers=checkpoint.pop("optimizer_states", []),
+            meta=checkpoint,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        assert self.lightning_module is not None
+        self.parallelized.data.reshard()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []
+        if ckpt.is_sharded_checkpoint(path):
+            meta: dict[str, Any] = ckpt.load_sharded(
+                path, self.lightning_module, optimizers, strict=self.lightning_module.strict_loading
+            )
+            return meta
+        checkpoint = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
+            ckpt.load_full_optimizer_state(self.lightning_module, optimizer, state)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # A sharded checkpoint was restored by `load_checkpoint` already.
+        if checkpoint.get("state_dict"):
+            assert self.lightning_module is not None
+            ckpt.load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has restored the optimizers."""
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            ckpt.remove_checkpoint(filepath)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _agree_after_exception(self) -> None:
+        """Before a save inside an exception handler: go on only if every rank is in one, else all would hang."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module._trainer
+        if trainer is None or not _compat.is_interrupted(trainer) or not dist.is_initialized():
+            return
+        store = _compat.default_store()
+        keys = [f"lightning_par/interrupted/{trainer.global_step}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], "1")
+        try:
+            store.wait(keys, EXCEPTION_AGREEMENT)
+        except (RuntimeError, dist.DistStoreError) as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} does not save a checkpoint on this exception: the other ranks did not fail "
+                f"within {EXCEPTION_AGREEMENT.total_seconds():.0f} s, and a sharded checkpoint needs all of them"
+            ) from error
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        for handle in self._handles:
+            handle.data.reset()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the sharded module where it is and usable; the process group ends with the process."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
