@@ -1,0 +1,81 @@
+"""Every layout of the data-parallel family trains with the numbers of one process (design sections 5.4, 6 and 7)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from parity import Run, assert_same_training
+
+LAYOUTS = {
+    "ddp": (2, ("DataParallelStrategy", {})),
+    "zero1": (2, ("ZeROStrategy", {"stage": 1})),
+    "zero2": (2, ("ZeROStrategy", {"stage": 2})),
+    "fsdp": (2, ("FSDP2Strategy", {})),
+    "hsdp2x2": (4, ("HSDPStrategy", {"dp_shard_size": 2})),
+}
+
+
+def matrix() -> list[object]:
+    """Every layout, host and model with accumulation 1 and 3, clipped or not; half of it in the long run only."""
+    quick = {("nanogpt", "trainer"), ("llama", "fabric")}
+    cases = []
+    for model, host, layout, accumulate, clip in itertools.product(
+        ("nanogpt", "llama"), ("trainer", "fabric"), LAYOUTS, (1, 3), (None, 0.05)
+    ):
+        slow = (model, host) not in quick or (accumulate == 1) == (clip is not None)
+        marks = [pytest.mark.slow] if slow else []
+        name = f"{model}-{host}-{layout}-accumulate{accumulate}-{'clip' if clip else 'no clip'}"
+        cases.append(pytest.param(model, host, layout, accumulate, clip, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("model", "host", "layout", "accumulate", "clip"), matrix())
+def test_data_parallel_family(model: str, host: str, layout: str, accumulate: int, clip: float | None) -> None:
+    ranks, spec = LAYOUTS[layout]
+    assert_same_training(Run(model=model, host=host, accumulate=accumulate, clip=clip), ranks, spec)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+def test_four_ranks(layout: str) -> None:
+    assert_same_training(Run(accumulate=2, clip=0.05), 4, LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_one_rank(layout: str) -> None:
+    assert_same_training(Run(accumulate=2, clip=0.05), 1, LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
+    ranks, (name, options) = LAYOUTS[layout]
+    assert_same_training(Run(accumulate=3), ranks, (name, options | {"sync_every_batch": sync}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": 2},
+        {"compile": "aot_eager"},
+        {"compile": "aot_eager", "activation_checkpointing": "full"},
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_options_change_no_number(options: dict[str, object]) -> None:
+    assert_same_training(Run(accumulate=2, clip=0.05), 2, ("FSDP2Strategy", options))
+
+
+def test_reshard_over_fewer_ranks() -> None:
+    assert_same_training(Run(accumulate=2), 4, ("FSDP2Strategy", {"reshard_after_forward": 2}))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_single_precision(layout: str) -> None:
+    ranks, spec = LAYOUTS[layout]
+    assert_same_training(Run(accumulate=2, clip=0.05, precision="32-true"), ranks, spec)
