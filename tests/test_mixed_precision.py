@@ -40,6 +40,26 @@ def test_fp16_follows_lightnings_plugin(spec: Any) -> None:
     torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("ranks", "spec"),
+    [
+        (2, DDP),
+        (2, ("ZeROStrategy", {"stage": 1})),
+        (2, ("ZeROStrategy", {"stage": 2})),
+        (2, FSDP),
+        (4, ("HSDPStrategy", {"dp_shard_size": 2})),
+    ],
+    ids=["ddp", "zero1", "zero2", "fsdp", "hsdp"],
+)
+def test_every_low_precision_under_every_layout(ranks: int, spec: Any, precision: str) -> None:
+    run = Run(precision=precision, steps=10)
+    records = run_ranks(ranks, train, run, ranks, spec)
+    expected = torch.tensor(reference(run, ranks).losses).view(-1, ranks).mean(1)
+    torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)
+
+
 class DtypeProbe(pl.LightningModule):
     """Notes the dtypes its block computes in and what the step sees."""
 

@@ -71,6 +71,25 @@ def test_options_change_no_number(options: dict[str, object]) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05), 2, ("FSDP2Strategy", options))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"compile": "aot_eager"},
+        {"cpu_offload": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_option_under_every_layout(layout: str, options: dict[str, object]) -> None:
+    if layout == "ddp" and "cpu_offload" in options:
+        pytest.skip("refused: `test_docs.py` asserts the message")
+    ranks, (name, defaults) = LAYOUTS[layout]
+    assert_same_training(Run(model="llama", accumulate=2, clip=0.05), ranks, (name, defaults | options))
+
+
 def test_reshard_over_fewer_ranks() -> None:
     assert_same_training(Run(accumulate=2), 4, ("FSDP2Strategy", {"reshard_after_forward": 2}))
 

@@ -302,7 +302,9 @@ def _apply_data(
 ) -> data.DataParallel:
     sync: Any = options.sync_every_batch
     if replicated:
-        return data.replicate(module, mesh, sync_every_batch=False if sync == "auto" else sync)
+        return data.replicate(
+            module, mesh, sync_every_batch=False if sync == "auto" else sync, reduce_dtype=policy.reduce
+        )
     if sync == "auto":
         sync = options.zero_stage > 1
     return data.shard(

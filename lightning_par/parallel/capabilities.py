@@ -76,11 +76,13 @@ def capability(first: str, second: str | None = None) -> Capability:
     """
     if second is None or first == second:
         return FEATURES[first]
+    if second not in FEATURES:
+        raise KeyError(second)
     pair = PAIRS.get(frozenset({first, second}))
     if pair is not None:
         return pair
-    one, two = FEATURES[first], FEATURES[second]
-    return one if one.status != "works" else two
+    in_order = [standing for name, standing in FEATURES.items() if name in (first, second)]
+    return next((standing for standing in in_order if standing.status != "works"), WORKS)
 
 
 def problems_of(features: Collection[str]) -> list[Problem]:

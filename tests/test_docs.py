@@ -1,0 +1,74 @@
+"""Tables in the docs are the ones that the code makes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from lightning_par.errors import ParallelConfigError
+from lightning_par.layout import ParallelLayout
+from lightning_par.parallel import capabilities
+from lightning_par.parallel.apply import ParallelOptions, check
+from lightning_par.parallel.precision import dtype_table, resolve_precision
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_capability_table_is_in_the_docs() -> None:
+    assert capabilities.markdown_table() in (DOCS / "capabilities.md").read_text()
+
+
+def test_the_dtype_table_is_in_the_docs() -> None:
+    assert dtype_table() in (DOCS / "precision.md").read_text()
+
+
+def test_every_pair_has_a_standing() -> None:
+    for first, second in itertools.product(capabilities.FEATURES, repeat=2):
+        standing = capabilities.capability(first, second)
+        assert standing == capabilities.capability(second, first)
+        assert (standing.status == "works") == (not standing.reason)
+        assert standing.status == "works" or standing.python
+
+
+def test_pairs_name_features() -> None:
+    assert all(pair <= set(capabilities.FEATURES) for pair in capabilities.PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "precision", "words"),
+    [
+        (ParallelLayout(tp_size=2), ParallelOptions(), "32-true", ["tensor parallelism", "tp_size=1", "tp_size: 1"]),
+        (ParallelLayout(pp_size=2, cp_size=2), ParallelOptions(), "32-true", ["pipeline", "context", "pp_size=1"]),
+        (ParallelLayout(), ParallelOptions(cpu_offload=True), "16-mixed", ["fp16", "precision: bf16-mixed"]),
+        (
+            ParallelLayout(dp_replicate_size=-1, dp_shard_size=1),
+            ParallelOptions(cpu_offload=True, reshard_after_forward=True),
+            "32-true",
+            ["cpu_offload: false", "reshard_after_forward=None"],
+        ),
+        (ParallelLayout(), ParallelOptions(zero_stage=4), "32-true", ["zero_stage is 4"]),
+        (ParallelLayout(), ParallelOptions(zero_stage=2, reshard_after_forward=True), "32-true", ["keeps"]),
+        (ParallelLayout(), ParallelOptions(activation_checkpointing="ful"), "32-true", ["'ful'", "selective"]),
+        (ParallelLayout(), ParallelOptions(sync_every_batch="never"), "32-true", ["'never'"]),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_refused_says_how_to_go_on(
+    layout: ParallelLayout, options: ParallelOptions, precision: str, words: list[str]
+) -> None:
+    with pytest.raises(ParallelConfigError) as error:
+        check(layout, options, resolve_precision(precision), 4)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ParallelConfigError) as error:
+        check(
+            ParallelLayout(tp_size=3, dp_shard_size=2),
+            ParallelOptions(activation_checkpointing="some", sync_every_batch=3),  # type: ignore[arg-type]
+            resolve_precision("32-true"),
+            4,
+        )
+    assert len(error.value.problems) >= 4
