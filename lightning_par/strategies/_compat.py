@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -39,7 +40,7 @@ def evaluation_without_inference_mode(trainer: Any) -> None:
 
 def is_interrupted(trainer: Any) -> bool:
     """Whether the Trainer is handling an exception on this rank (`TrainerStatus.INTERRUPTED`, lightning >= 2.0)."""
-    return str(trainer.state.status).endswith("interrupted")
+    return bool(trainer.state.status == TrainerStatus.INTERRUPTED)
 
 
 def default_store() -> torch.distributed.Store:

@@ -1,0 +1,164 @@
+"""The private APIs of torch and Lightning that the package uses: what breaks when one of them changes.
+
+Each test names the API and does with it what the compat function does, so that a failure after an upgrade points to the
+one function to mend.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_par.parallel import _compat
+from lightning_par.strategies import _compat as lightning_compat
+from lightning_par.testing import run_ranks
+
+
+def test_engine_queue_callback_runs_once_at_the_end_of_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def hook(grad: torch.Tensor) -> None:
+        order.append("gradient")
+        _compat.run_at_end_of_backward(lambda: order.append("end"))
+
+    y = x * 2
+    y.register_hook(hook)
+    y.register_hook(lambda grad: order.append("another hook"))
+    y.sum().backward()
+    assert order == ["gradient", "another hook", "end"]
+
+
+def fsdp_state() -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(root[0])
+    fully_shard(root)
+    # Without the call torch refuses a submodule that runs before its root.
+    _compat.finalize_fsdp(root)
+    root[0](torch.ones(1, 4))
+    root(torch.ones(1, 4)).sum().backward()
+    tensors = _compat.fsdp_tensors(root)
+    assert sum(t.numel() for t in tensors.sharded) == 40
+    _compat.reset_fsdp_iteration(root)
+    assert all(p.grad is not None for p in root.parameters())
+
+
+def test_fsdp_state_lazy_init_and_parameter_groups() -> None:
+    run_ranks(2, fsdp_state)
+
+
+def mesh_views() -> list[list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flat = _compat.flatten_mesh(mesh, "ab")
+    again = _compat.unflatten_mesh(flat, (2, 2), ("c", "d"))
+    both = _compat.concatenate_meshes([mesh["a"], mesh["b"]])
+    return [flat.mesh.flatten().tolist(), again.mesh.flatten().tolist(), both.mesh.flatten().tolist()]
+
+
+def test_device_mesh_flatten_unflatten_concatenate() -> None:
+    assert run_ranks(4, mesh_views)[0] == [[0, 1, 2, 3]] * 3
+
+
+def test_foreach_kernels() -> None:
+    tensors = [torch.full((3,), 2.0), torch.full((2,), -4.0)]
+    assert torch.allclose(torch.stack(_compat.foreach_norm(tensors, 2.0)) ** 2, torch.tensor([12.0, 32.0]))
+    _compat.foreach_mul_(tensors, torch.tensor(0.5))
+    _compat.foreach_clamp_(tensors, 1.5)
+    assert tensors[0].tolist() == [1.0] * 3
+    assert tensors[1].tolist() == [-1.5] * 2
+    found = torch.zeros(1)
+    _compat.unscale_and_check_([torch.tensor([1.0, float("inf")])], found, torch.tensor(0.5))
+    assert found.item() == 1
+
+
+def test_storage_notes_follow_views() -> None:
+    tensor = torch.empty(4, device="meta")
+    _compat.set_storage_note(tensor, "note")
+    assert _compat.storage_note(tensor[1:]) == "note"
+    assert _compat.shares_storage(tensor, tensor.view(2, 2))
+    assert not _compat.shares_storage(tensor, torch.empty(4, device="meta"))
+
+
+def test_hook_tables_of_tensors_and_modules() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not _compat.has_gradient_hooks(x)
+    x.register_post_accumulate_grad_hook(lambda p: None)
+    assert _compat.has_gradient_hooks(x)
+    block = nn.Sequential(nn.Linear(2, 2))
+    assert not _compat.has_inner_forward_hooks(block)
+    block[0].register_forward_hook(lambda *a: None)
+    assert _compat.has_inner_forward_hooks(block)
+    version = _compat.tensor_version(x)
+    with torch.no_grad():
+        x.add_(1)
+    assert _compat.tensor_version(x) > version
+
+
+def test_factory_functions_and_modes() -> None:
+    assert torch.empty in _compat.factory_functions()
+    with torch.device("meta"), _compat.no_function_modes():
+        assert not torch.empty(1).is_meta
+
+
+def test_fsdp_class_is_recognised() -> None:
+    assert not isinstance(nn.Linear(1, 1), FSDPModule)
+
+
+@pytest.mark.parametrize("status", list(TrainerStatus))
+def test_trainer_status(status: TrainerStatus) -> None:
+    trainer = SimpleNamespace(state=SimpleNamespace(status=status))
+    assert lightning_compat.is_interrupted(trainer) == (status is TrainerStatus.INTERRUPTED)
+
+
+def test_loops_have_an_inference_mode_switch() -> None:
+    trainer: Any = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.validate_loop.inference_mode is True
+    lightning_compat.evaluation_without_inference_mode(trainer)
+    assert not any(loop.inference_mode for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop))
+
+
+def test_worker_seeding_is_recognised() -> None:
+    loader: DataLoader[Any] = DataLoader([1, 2])
+    with mock.patch.dict(os.environ, PL_SEED_WORKERS="1"):
+        assert lightning_compat.workers_are_seeded(loader)
+        loader.worker_init_fn = lambda worker: None
+        assert not lightning_compat.workers_are_seeded(loader)
+    with mock.patch.dict(os.environ, PL_SEED_WORKERS="0"):
+        loader.worker_init_fn = None
+        assert not lightning_compat.workers_are_seeded(loader)
+
+
+def store_and_gather() -> tuple[bytes, list[float]]:
+    lightning_compat.default_store().set("key", "value")
+    gathered = lightning_compat.all_gather(torch.tensor(float(dist.get_rank())), dist.group.WORLD, False)
+    return lightning_compat.default_store().get("key"), gathered.tolist()
+
+
+def test_default_store_and_all_gather() -> None:
+    assert run_ranks(2, store_and_gather) == [(b"value", [0.0, 1.0])] * 2
+
+
+def destroyed_and_made_again() -> None:
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        module = nn.Linear(4, 4)
+        fully_shard(module, mesh=mesh)
+        module(torch.ones(1, 4)).sum().backward()
+        module.weight.grad.full_tensor()  # type: ignore[union-attr, operator]
+        _compat.forget_meshes()
+
+
+def test_dtensor_caches_are_emptied() -> None:
+    run_ranks(2, destroyed_and_made_again)
