@@ -61,7 +61,7 @@ class Report:
 
 
 def pack(data: Any) -> bytes:
-    # torch.save writes the tensors into the bytes; plain pickle would do so too, but slower.
+    # The pickler of multiprocessing would share the memory of tensors through file descriptors.
     buffer = io.BytesIO()
     torch.save(data, buffer)
     return buffer.getvalue()

@@ -48,8 +48,8 @@ class ShardGroup:
 
     Attributes:
         names: Their fully qualified names, in the order of registration.
-        label: "embedding", "norm+head", "head", "module" (another large one), "tied ..." (modules that share a
-            parameter), or "trunk" (a module that contains blocks, for what is left in it; may be nothing).
+        label: "embedding", "norm+head", "head", "module" (another large one), or "tied ..." (modules
+            that share a parameter).
         numel: Number of parameters of the unit.
     """
 
@@ -394,8 +394,6 @@ def _plan(tree: _Tree, chosen: Sequence[nn.Module]) -> BlockPlan:
     families = [BlockFamily(c.__name__, tuple(tree.names[x] for x in m), _numel_of(m)) for c, m in members.items()]
     units = set(ordered)
     groups = _leaf_groups(tree, units) if ordered else []
-    joint = [name for group in groups if len(group.names) > 1 for name in group.names]
-    groups += _trunks(tree, set(ordered), units, joint)
     rest = _reachable(tree.root, "", units)
     return BlockPlan(
         families=tuple(families),
@@ -479,21 +477,3 @@ def _tied_pieces(tree: _Tree, blocks: _Modules) -> list[list[nn.Module]]:
         piece_of.update((p, piece) for module in piece for p in module.parameters())
     pieces = {id(piece): piece for piece in piece_of.values()}.values()
     return [piece for piece in pieces if not any(p in elsewhere for m in piece for p in m.parameters())]
-
-
-def _trunks(tree: _Tree, blocks: _Modules, units: set[nn.Module], joint: Sequence[str]) -> list[ShardGroup]:
-    """Make units of modules around the blocks, deepest first, so that they can be called outside a training step.
-
-    Such a call must gather parameters that lie in no smaller unit. It must free all groups, too: FSDP frees one of
-    several modules (`joint` names them) of which not all ran when the outermost unit that was called returns.
-    """
-    around = [m for m in _ancestors(tree, blocks) if m is not tree.root and _has_forward(m) and _unwrapped(m) is m]
-    trunks = []
-    for module in sorted(around, key=lambda m: (-tree.names[m].count("."), tree.order[m])):
-        inside = _reachable(module, tree.names[module], units)
-        # FSDP does not shard 0-dim parameters. One that is also held outside must stay with a unit around both.
-        needed = any(p.ndim for p in inside) or any(name.startswith(f"{tree.names[module]}.") for name in joint)
-        if needed and inside.keys().isdisjoint(_reachable(tree.root, "", units | {module})):
-            units.add(module)
-            trunks.append(ShardGroup((tree.names[module],), "trunk", _numel(inside)))
-    return trunks

@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -112,11 +111,8 @@ def run_ranks(
         if rank not in cleaned or cleaned[rank].kind != "returned":
             worker.kill()
     if problems:
-        _fail(f"{fn.__module__}.{_name(fn)}", n, timeout, problems)
+        _fail(f"{_plain(fn).__module__}.{_name(fn)}", n, timeout, problems)
     return [torch.load(io.BytesIO(reports[rank].content), weights_only=False) for rank in range(n)]
-
-
-# ---------------------------------------------------------------------------------------------------- the parent's side
 
 
 class _Worker:
@@ -260,7 +256,8 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
         "TORCHELASTIC_RUN_ID": f"run_ranks-{uuid.uuid4().hex[:8]}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
+        # Else gloo asks for the address of the host name, which may be slow or on a network with a firewall.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
 
 

@@ -15,10 +15,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_par import ParallelLayout, parallelize
 from lightning_par.blocks import BlockPlan, find_blocks
 from lightning_par.errors import ParallelConfigError
 
@@ -246,42 +245,7 @@ def test_nano_gpt() -> None:
     check_partition(GPT(), plan)
 
 
-def test_the_trunk_holds_what_is_left_inside_the_inner_model() -> None:
-    model = Root(GPT(tied=False))
-    plan = find_blocks(model)
-    assert groups(plan) == {
-        "embedding": [["model.transformer.wte"]],
-        "norm+head": [["model.transformer.ln_f", "model.lm_head"]],
-        "trunk": [["model"]],
-    }
-    assert plan.groups[-1].label == "trunk"
-    assert plan.groups[-1].numel == 5 * WIDTH
-    assert plan.root_numel == 0
-    check_partition(model, plan)
-
-
-def test_trunks_come_deepest_first() -> None:
-    inner = GPT()
-    middle = Chain(inner)
-    middle.own = nn.Parameter(torch.ones(2))
-    plan = find_blocks(Root(middle))
-    assert groups(plan)["trunk"] == [["model.layers.0"], ["model"]]
-    check_partition(Root(middle), plan)
-
-
-def test_a_trunk_around_a_joint_group_may_hold_nothing_itself() -> None:
-    with torch.device("meta"):
-        plan = find_blocks(Root(llama()))
-    assert [(group.names, group.numel) for group in plan.groups[-2:]] == [(("model.model",), 0), (("model",), 0)]
-
-
-def test_no_trunk_without_leftovers_and_none_for_containers() -> None:
-    assert "trunk" not in groups(find_blocks(Root(Chain(Block(), Block()))))
-    model = Root(nn.Sequential(nn.Linear(WIDTH, 2), Block(), Block()))
-    assert "trunk" not in groups(find_blocks(model))
-
-
-def test_a_parameter_without_dimensions_makes_no_trunk() -> None:
+def test_a_parameter_without_dimensions_makes_no_group() -> None:
     model = Chain(Block(), Block())
     model.temperature = nn.Parameter(torch.tensor(1.0))
     assert groups(find_blocks(Root(model))) == {}
@@ -294,14 +258,12 @@ EXPECTED_HUGGING_FACE = {
         {
             "embedding": [["model.model.embed_tokens"]],
             "norm+head": [["model.model.norm", "model.lm_head"]],
-            "trunk": [["model.model"], ["model"]],
         },
     ),
     "gpt2": (
         {"GPT2Block": [f"model.transformer.h.{i}" for i in range(3)]},
         {
             "tied embedding+norm+head": [["model.transformer.wte", "model.transformer.ln_f", "model.lm_head"]],
-            "trunk": [["model.transformer"], ["model"]],
         },
     ),
     "bert": (
@@ -309,7 +271,6 @@ EXPECTED_HUGGING_FACE = {
         {
             "tied embedding+head": [["model.bert.embeddings.word_embeddings", "model.cls.predictions"]],
             "embedding": [["model.bert.embeddings.position_embeddings"]],
-            "trunk": [["model.bert"], ["model"]],
         },
     ),
     "t5": (
@@ -324,19 +285,17 @@ EXPECTED_HUGGING_FACE = {
                     "model.lm_head",
                 ]
             ],
-            "trunk": [["model.encoder"], ["model.decoder"], ["model"]],
         },
     ),
     "vit": (
         {"ViTLayer": [f"model.vit.layers.{i}" for i in range(3)]},
-        {"embedding": [["model.vit.embeddings"]], "trunk": [["model.vit"], ["model"]]},
+        {"embedding": [["model.vit.embeddings"]]},
     ),
     "mixtral": (
         {"MixtralDecoderLayer": [f"{LAYERS}{i}" for i in range(2)]},
         {
             "embedding": [["model.model.embed_tokens"]],
             "norm+head": [["model.model.norm", "model.lm_head"]],
-            "trunk": [["model.model"], ["model"]],
         },
     ),
 }
@@ -354,15 +313,6 @@ def test_hugging_face_on_the_meta_device(name: str) -> None:
 
 # An inner part that leaves out the head, and with it some modules of a joint group.
 BODIES = {"llama": "model", "mixtral": "model", "gpt2": "transformer", "bert": "bert", "t5": "encoder"}
-
-
-def shard(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    plan = find_blocks(model)
-    for names in [*((block,) for block in plan.names), *(group.names for group in plan.groups)]:
-        modules = [model.get_submodule(name) for name in names]
-        fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def first_output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -386,7 +336,7 @@ def test_fsdp_over_the_plan_equals_the_plain_model(name: str) -> None:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     sharded = copy.deepcopy(plain)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shard(sharded)
+    handle = parallelize(sharded, ParallelLayout(), "64-true")
     for _ in range(2):
         outputs = [first_output(model, inputs) for model in (plain, sharded)]
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-9, atol=1e-9)
@@ -398,6 +348,7 @@ def test_fsdp_over_the_plan_equals_the_plain_model(name: str) -> None:
                 ids = {"input_ids": inputs["input_ids"]}
                 bodies = [first_output(m.model.get_submodule(BODIES[name]), ids) for m in (plain, sharded)]
                 torch.testing.assert_close(bodies[1], bodies[0], rtol=1e-9, atol=1e-9)
+        handle.data.reshard()
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     found = dict(sharded.named_parameters())
     for parameter_name, parameter in plain.named_parameters():
@@ -416,7 +367,7 @@ def test_torch_transformers() -> None:
         "TransformerEncoderLayer": ["encoder.layers.0", "encoder.layers.1"],
         "TransformerDecoderLayer": ["decoder.layers.0", "decoder.layers.1"],
     }
-    assert groups(plan) == {"trunk": [["encoder"], ["decoder"]]}
+    assert groups(plan) == {}
 
 
 def test_resnet_merges_its_stages() -> None:
@@ -457,6 +408,12 @@ def test_the_odd_one_out_in_a_list_of_blocks_is_a_block() -> None:
 def test_experts_are_no_blocks() -> None:
     plan = find_blocks(Root(GPT(lambda: MoEBlock(8), layers=2)))
     assert families(plan) == {"MoEBlock": ["model.transformer.h.0", "model.transformer.h.1"]}
+
+
+def test_what_repeats_inside_blocks_does_not_count_outside() -> None:
+    model = GPT(lambda: MoEBlock(4), layers=2)
+    model.adapter1 = MLP()
+    assert families(find_blocks(model)) == {"MoEBlock": ["transformer.h.0", "transformer.h.1"]}
 
 
 def test_a_candidate_that_does_not_repeat_is_opened() -> None:
@@ -630,6 +587,7 @@ def test_parameter_shared_between_blocks() -> None:
     assert "fix: blocks=['model'] makes one unit of both" in text
     assert "YAML: blocks: [model]" in text
     assert find_blocks(model, "model").names == ("model",)
+    assert "fix: blocks=['model.layers.0'] makes" in message(Root(Chain(model.model)))
     # Replication does not care.
     assert find_blocks(model, require=False).names == ()
     assert "same parameter" in message(model, Block, require=False)
@@ -683,17 +641,8 @@ def test_a_tie_with_a_parameter_of_an_enclosing_module_stays_with_that_module() 
     model = GPT()
     model.alias = model.lm_head.weight
     plan = find_blocks(Root(model))
-    assert groups(plan) == {"trunk": [["model"]]}
+    assert groups(plan) == {}
     check_partition(Root(model), plan)
-
-
-def test_a_trunk_does_not_take_what_is_held_outside() -> None:
-    root = Root(GPT())
-    root.wpe = root.model.transformer["wpe"]
-    plan = find_blocks(root)
-    assert "trunk" not in groups(plan)
-    assert "wpe.weight" in " ".join(plan.root_parameters)
-    check_partition(root, plan)
 
 
 def test_a_module_that_another_one_holds_too_is_no_group() -> None:
@@ -715,6 +664,24 @@ def test_a_module_that_another_one_holds_too_is_no_group() -> None:
         plan = find_blocks(model)
         assert groups(plan) == {}
         check_partition(model, plan)
+
+
+def test_parameters_in_a_container_are_no_group() -> None:
+    model = Root(GPT())
+    model.model.prompts = nn.ParameterList([torch.ones(64, WIDTH)])
+    plan = find_blocks(model)
+    assert "model.prompts.0" in plan.root_parameters
+    check_partition(model, plan)
+
+
+def test_the_norm_of_the_head_comes_before_it() -> None:
+    model = GPT()
+    model.norm_of_something_else = nn.LayerNorm(WIDTH)
+    assert groups(find_blocks(model)) == groups(find_blocks(GPT()))
+    # A norm that would be large enough for a group of its own is in that of the head only.
+    tiny = Chain(Chain(nn.Linear(4, 4)), Chain(nn.Linear(4, 4)))
+    tiny.norm, tiny.head = nn.LayerNorm(4), nn.Linear(4, 4)
+    assert groups(find_blocks(tiny)) == {"norm+head": [["norm", "head"]]}
 
 
 def test_attention_is_not_taken_apart() -> None:

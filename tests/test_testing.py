@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -202,12 +203,15 @@ def _raise_or_wait() -> None:
         ("exit", "rank 0 died: it exited with code 3"),
         ("crash", r"(?s)rank 0 died: it was killed by SIGSEGV\n.*in _die"),
     ],
+    ids=["kill", "exit", "crash"],
 )
 def test_dead_worker_is_reported_and_replaced(how: str, told: str) -> None:
     before = run_ranks(2, _pid)
-    with pytest.raises(RanksFailed, match=told) as caught:
+    with pytest.raises(RanksFailed) as caught:
         run_ranks(2, _die, how)
-    assert "rank 1 raised" in str(caught.value)[str(caught.value).index("rank 0 died") :]
+    first, second = str(caught.value).split("rank 1 raised")
+    assert re.search(told, first)
+    assert "in _sum_of_ranks" in second
     after = run_ranks(2, _pid)
     assert len(set(before) & set(after)) == 1
 
@@ -221,6 +225,20 @@ def _die(how: str) -> None:
         else:
             faulthandler._sigsegv()
     _sum_of_ranks()
+
+
+def test_worker_that_cannot_be_cleaned_up_is_replaced() -> None:
+    before = run_ranks(2, _pid)
+    with pytest.raises(RanksFailed, match=r"(?s)ranks 1 of 2.*closed file"):
+        run_ranks(2, _close_stdout_on, 1)
+    after = run_ranks(2, _pid)
+    assert before[0] in after
+    assert before[1] not in after
+
+
+def _close_stdout_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        sys.stdout.close()
 
 
 def test_workers_are_used_again() -> None:

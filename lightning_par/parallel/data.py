@@ -158,8 +158,8 @@ def shard(
 ) -> DataParallel:
     """Shard parameters, gradients and optimizer state over the `fsdp` ranks, replicated over `dp_replicate` (HSDP).
 
-    One FSDP unit a block, one for each group of the plan (embedding, norm and head, tied pair) and the root for the
-    rest. 0-dim parameters cannot be cut and stay plain; their gradients are averaged like replicated ones.
+    One FSDP unit a block, some for large modules beside them (`units_beside_blocks`) and the root for the rest. 0-dim
+    parameters cannot be cut and stay plain; their gradients are averaged like replicated ones.
 
     Args:
         module: Changed in place.
@@ -188,15 +188,33 @@ def shard(
     )
     for name in plan.names:
         units.add([module.get_submodule(name)], reshard_after_forward)
-    for group in plan.groups:
-        if group.label == "trunk":
-            continue
-        units.add([module.get_submodule(name) for name in group.names], reshard_beside_blocks)
-    units.add([module], reshard_after_forward=False)
+    for names in units_beside_blocks(module, plan, freed=bool(reshard_beside_blocks)):
+        units.add([module.get_submodule(name) for name in names], reshard_beside_blocks)
+    units.add([module], False, is_root=True)
     stray = [p for p in module.parameters() if p in units.ignored]
     reducer = GradientReducer(stray, mesh.group("data")) if stray else None
     _gather_root_outside_steps(module)
     return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer)
+
+
+def units_beside_blocks(module: nn.Module, plan: BlockPlan, *, freed: bool) -> list[tuple[str, ...]]:
+    """Choose the units beside the blocks and the root, by the names of their modules.
+
+    A unit of several modules (a tied pair, norm and head) is half-run where code calls only some of them, and FSDP2
+    then waits for the others. It pays only where it is freed after forward. What stays gathered is safe in the root, but
+    for large single modules, whose gathering overlaps with computation as a unit of their own.
+
+    Args:
+        module: The model.
+        plan: Its blocks and groups.
+        freed: Whether units beside the blocks are freed after forward.
+    """
+    if freed:
+        return [group.names for group in plan.groups]
+    untied = (group.names for group in plan.groups if not group.label.startswith("tied"))
+    return [
+        (max(names, key=lambda n: sum(p.numel() for p in module.get_submodule(n).parameters())),) for names in untied
+    ]
 
 
 def _gather_root_outside_steps(root: nn.Module) -> None:
@@ -237,7 +255,8 @@ class _Units:
     fp32_norms: bool
     offload: OffloadPolicy
 
-    def add(self, modules: Sequence[nn.Module], reshard_after_forward: bool | int) -> None:
+    def add(self, modules: Sequence[nn.Module], reshard_after_forward: bool | int, *, is_root: bool = False) -> None:
+        """Make one unit of modules, and under autocast one of the normalisation layers in them."""
         if self.fp32_norms:
             norms: list[nn.Module] = [
                 norm
@@ -246,9 +265,10 @@ class _Units:
                 and not isinstance(norm, FSDPModule)
                 and any(True for _ in norm.parameters())
             ]
-            if norms:
-                # Tiny, so they stay gathered between forward and backward.
-                self._fully_shard(norms, False, replace(self.policy, param_dtype=None))
+            # Tiny, so they stay gathered between forward and backward. Those of one block always run together.
+            together = [norms] if len(modules) == 1 and not is_root else [[norm] for norm in norms]
+            for unit in filter(None, together):
+                self._fully_shard(unit, False, replace(self.policy, param_dtype=None))
         rest = [m for m in modules if not isinstance(m, FSDPModule)]
         if rest:
             self._fully_shard(rest, reshard_after_forward, self.policy)
@@ -284,7 +304,7 @@ def _check_uniform_dtype(modules: Sequence[nn.Module]) -> None:
         found = ", ".join(f"{str(d).removeprefix('torch.')} ({n})" for d, n in dtypes.items())
         problems.add(
             f"one FSDP unit holds trainable parameters of several dtypes: {found}; FSDP2 reduces a unit in one dtype",
-            "convert them to one dtype, or shard the modules that differ by themselves: blocks=['...'] names their class",
+            "convert them to one dtype, or shard the modules that differ by themselves: blocks=[...] names their class",
         )
         problems.raise_if_any()
 

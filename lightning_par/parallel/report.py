@@ -8,6 +8,7 @@ from lightning_par.blocks import BlockPlan
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel.accounting import PHASES, human, model_state
 from lightning_par.parallel.apply import ParallelOptions, check, plan_blocks
+from lightning_par.parallel.data import units_beside_blocks
 from lightning_par.parallel.precision import PrecisionPolicy
 
 
@@ -38,19 +39,20 @@ def explain(
     sections = [
         ("Layout", resolved.describe()),
         ("Blocks", plan.report()),
-        ("Sharding", _sharding(plan, options, replicated)),
+        ("Sharding", _sharding(module, plan, options, replicated)),
         ("Dtypes", "\n".join(f"{name}: {value}" for name, value in policy.rows())),
         ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage)),
     ]
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections)
 
 
-def _sharding(plan: BlockPlan, options: ParallelOptions, replicated: bool) -> str:
+def _sharding(module: nn.Module, plan: BlockPlan, options: ParallelOptions, replicated: bool) -> str:
     if replicated:
         return "nothing is sharded: every rank holds all parameters, gradients are averaged in buckets during backward"
+    beside = units_beside_blocks(module, plan, freed=bool(options.reshard_after_forward))
     lines = [
-        f"ZeRO-{options.zero_stage} on FSDP2: {len(plan.names)} blocks, {len(plan.groups)} units beside them, the root",
-        *(f"{group.label}: {', '.join(group.names)}" for group in plan.groups),
+        f"ZeRO-{options.zero_stage} on FSDP2: {len(plan.names)} blocks, {len(beside)} units beside them, the root",
+        *(f"unit: {', '.join(names)}" for names in beside),
     ]
     if options.activation_checkpointing not in (None, False):
         lines.append(f"activation checkpointing: {options.activation_checkpointing}")

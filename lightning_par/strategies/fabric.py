@@ -82,7 +82,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         handle = self._parallelize(module, ())
         if handle not in self._handles:
             self._handles.append(handle)
-        return module
+        return _GatheredRoot(module) if handle.data.sharded else module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -131,6 +131,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        module = _bare(module)
         return ckpt.full_model_state(module) if self._state_dict_type == "full" else ckpt.model_state(module)
 
     @override
@@ -179,7 +180,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         for handle in self._handles:
             handle.data.reshard()
         if isinstance(state, nn.Module):
-            return self._load_raw(path, state, strict, weights_only)
+            return self._load_raw(path, _bare(state), strict, weights_only)
         if not state or isinstance(state, Optimizer):
             raise ValueError(
                 f"load_checkpoint needs a state with at least a module to restore, not {type(state).__name__}"
@@ -216,19 +217,36 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         return {}
 
 
+class _GatheredRoot(nn.Module):
+    """Stands before a sharded module, since Fabric sends step methods and marked methods through `forward` of a wrapper
+    only, and that is where FSDP2 gathers the parameters that belong to no block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _GatheredRoot) else module
+
+
 class _SyncControl(_BackwardSyncControl):
     """`Fabric.no_backward_sync`: any nesting and repetition restores what was before."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        handle = apply.parallelized(module)
+        handle = apply.parallelized(_bare(module))
         if handle is None:
             raise TypeError(f"{type(module).__name__} was not set up by this strategy: call fabric.setup(module) first")
         return handle.accumulating(enabled)
 
 
 def _sorted_state(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, Optimizer], dict[str, Any]]:
-    modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
+    modules = {k: _bare(v) for k, v in state.items() if isinstance(v, nn.Module)}
     optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
     return modules, optimizers, {k: v for k, v in state.items() if k not in modules and k not in optimizers}
 
