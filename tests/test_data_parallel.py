@@ -401,3 +401,20 @@ def stale_after_evaluation() -> None:
 
 def test_evaluation_between_backward_and_step() -> None:
     run_ranks(2, stale_after_evaluation)
+
+
+def dtypes_of(precision: str, layout: ParallelLayout) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = GPT()
+    model.register_buffer("table", torch.ones(3))
+    par = parallelize(model, layout, precision)
+    with par.policy.autocast_context("cpu"):
+        loss_of(model, batch(0)).backward()
+    par.finish_backward()
+    return str(model.blocks[0].qkv.weight.grad.dtype), str(model.table.dtype)  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_raw_loop_gets_the_dtypes_of_its_policy(layout: str) -> None:
+    assert run_ranks(2, dtypes_of, "bf16-true", LAYOUTS[layout])[0] == ("torch.bfloat16", "torch.bfloat16")
+    assert run_ranks(2, dtypes_of, "bf16-mixed", LAYOUTS[layout])[0] == ("torch.float32", "torch.float32")

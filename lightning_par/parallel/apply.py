@@ -31,7 +31,7 @@ from lightning_par.parallel.memory import (
     apply_compile,
     checkpointing_problems,
 )
-from lightning_par.parallel.precision import PrecisionPolicy, resolve_precision
+from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
 from lightning_par.parallel.shards import parameter_names
 
 log = logging.getLogger(__name__)
@@ -216,6 +216,8 @@ def parallelize(
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
     initial.synchronise(dist.group.WORLD)  # type: ignore[arg-type]
+    # A plain fp32 policy leaves a model that was built in another dtype alone, as Lightning does.
+    cast_floating(module, None if policy.storage is torch.float32 else policy.storage, policy.buffer)
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
     blocks = [(name, module.get_submodule(name)) for name in plan.names]
