@@ -11,6 +11,7 @@ from lightning_par.checkpoint.sharded import (
     is_sharded_checkpoint,
     load_sharded,
     read_meta,
+    remove_checkpoint,
     save_sharded,
 )
 from lightning_par.checkpoint.state import CheckpointError, load_optimizer_state, model_state, optimizer_state
@@ -28,5 +29,6 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_meta",
+    "remove_checkpoint",
     "save_sharded",
 ]

@@ -198,6 +198,11 @@ def read_meta(path: StrPath, *, weights_only: bool = False) -> dict[str, Any]:
     return meta
 
 
+def remove_checkpoint(path: StrPath) -> None:
+    """Remove a checkpoint, file or directory; of a link only the link. Nothing there is no error."""
+    _remove(_local_path(path))
+
+
 def is_sharded_checkpoint(path: StrPath) -> bool:
     """Tell whether `path` is a directory that `save_sharded` completed; does not read its content."""
     return os.path.isfile(os.path.join(path, _META)) and os.path.isfile(os.path.join(path, ".metadata"))

@@ -201,8 +201,8 @@ def units_beside_blocks(module: nn.Module, plan: BlockPlan, *, freed: bool) -> l
     """Choose the units beside the blocks and the root, by the names of their modules.
 
     A unit of several modules (a tied pair, norm and head) is half-run where code calls only some of them, and FSDP2
-    then waits for the others. It pays only where it is freed after forward. What stays gathered is safe in the root, but
-    for large single modules, whose gathering overlaps with computation as a unit of their own.
+    then waits for the others. It pays only where it is freed after forward. What stays gathered is safe in the root,
+    but for large single modules, whose gathering overlaps with computation as a unit of their own.
 
     Args:
         module: The model.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -43,6 +45,12 @@ def is_interrupted(trainer: Any) -> bool:
     return bool(trainer.state.status == TrainerStatus.INTERRUPTED)
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Any:
     """The key-value store of the default process group (`_get_default_store`, torch >= 1.8)."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_rank(rank: int) -> None:
+    """Tell both packages' `rank_zero_only` who this process is (an attribute of the function, lightning >= 1.0)."""
+    for module in (rank_zero, fabric_rank_zero):
+        module.rank_zero_only.rank = rank

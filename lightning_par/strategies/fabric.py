@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,7 +35,12 @@ State = dict[str, nn.Module | Optimizer | Any]
 
 
 class MeshStrategy(MeshShell, ParallelStrategy):
-    """Runs the modules of a Fabric script under any layout of the axes that work; the options are those of `MeshShell`."""
+    """Runs the modules of a Fabric script under any layout of the axes that work.
+
+    The options are those of `MeshShell`.
+    """
+
+    _launcher_class = _SubprocessScriptLauncher
 
     @override
     def _init_host(self) -> None:
@@ -41,7 +48,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     # -- what Fabric asks ----------------------------------------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     @override
     def precision(self) -> Precision:
         return super().precision
@@ -65,7 +72,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         super().setup_environment()
 
     @override
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Build modules on the CPU, or with `empty_init` on the meta device; `setup` then gives them their values."""
         stack = ExitStack()
         if empty_init:
@@ -98,7 +105,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             handle.finish_backward()
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         for handle in self._handles:
             # Parameters still gathered from a forward without backward would be stale after the step.
             handle.data.reshard()
@@ -154,7 +161,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                 meta[name] = _filtered(name, ckpt.full_optimizer_state(_container(modules), optimizer), keep)
             if self.is_global_zero:
                 ckpt.remove_checkpoint(path)
-                self.checkpoint_io.save_checkpoint(meta, path, storage_options)
+                self.checkpoint_io.save_checkpoint(meta, os.fspath(path), storage_options)
             return
         container = _container(modules)
         model = {
@@ -191,7 +198,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                 ckpt.load_sharded(path, _container(modules), list(optimizers.values()), strict=strict)
             )
         else:
-            loaded = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            loaded = dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
             _require(loaded, [*modules, *optimizers], strict)
             for name, module in modules.items():
                 if name in loaded:
@@ -212,7 +219,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Load a file that is nothing but a state dict, or the model of a sharded checkpoint."""
         if ckpt.is_sharded_checkpoint(path):
             return dict(ckpt.load_sharded(path, module, strict=strict))
-        weights = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        weights = self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only)
         ckpt.load_full_model_state(module, weights, strict=strict)
         return {}
 

@@ -1,4 +1,4 @@
-"""Lightning's precision plugins with the two things they lack: clipping over any mesh and a scaler for sharded gradients.
+"""Lightning's precision plugins with what they lack: clipping over any mesh and a scaler for sharded gradients.
 
 The Trainer never asks its strategy to clip; it asks the precision plugin. So the plugin it made from `precision=` is
 replaced by the class of the same meaning below, and stays an instance of Lightning's own class.
@@ -108,7 +108,7 @@ def _supported_name(plugin: Any, classes: tuple[type, ...]) -> str:
     if not (known and plain):
         raise ParallelConfigError(
             Problem(
-                f"the precision plugin {type(plugin).__name__} (precision={name!r}) does not work on sharded parameters",
+                f"the precision plugin {type(plugin).__name__} (precision={name!r}) knows no sharded parameters",
                 "precision='bf16-mixed'",
                 "precision: bf16-mixed",
             )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_par.layout import ParallelLayout
 
+if TYPE_CHECKING:
+    from lightning_par.strategies.shared import MeshShell as _Shell
+else:
+    _Shell = object
 
-class DataParallelDefaults:
+
+class DataParallelDefaults(_Shell):
     """Replicates the model on every process and averages gradients (DDP).
 
     Args:
@@ -20,7 +25,7 @@ class DataParallelDefaults:
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=1, **kwargs)
 
 
-class ZeRODefaults:
+class ZeRODefaults(_Shell):
     """Shards optimizer state (stage 1), and gradients (2), and parameters (3) over all processes.
 
     Args:
@@ -33,7 +38,7 @@ class ZeRODefaults:
         super().__init__(zero_stage=stage, dp_shard_size=dp_shard_size, **kwargs)
 
 
-class FSDP2Defaults:
+class FSDP2Defaults(_Shell):
     """Shards parameters, gradients and optimizer state over all processes, block by block.
 
     Args:
@@ -45,7 +50,7 @@ class FSDP2Defaults:
         super().__init__(dp_shard_size=dp_shard_size, **kwargs)
 
 
-class HSDPDefaults:
+class HSDPDefaults(_Shell):
     """Shards within a node and replicates between nodes (HSDP).
 
     Args:
@@ -53,8 +58,6 @@ class HSDPDefaults:
         dp_replicate_size: Number of replicas of that; -1 for what is left.
         **kwargs: Every other option of `MeshStrategy`.
     """
-
-    num_processes: int
 
     def __init__(
         self, dp_shard_size: int | Literal["node"] = "node", dp_replicate_size: int = -1, **kwargs: Any
@@ -64,5 +67,5 @@ class HSDPDefaults:
         super().__init__(dp_shard_size=size, dp_replicate_size=dp_replicate_size, **kwargs)
 
     def _requested_layout(self) -> ParallelLayout:
-        layout: ParallelLayout = super()._requested_layout()  # type: ignore[misc]
+        layout = super()._requested_layout()
         return replace(layout, dp_shard_size=self.num_processes) if self._shard_in_node else layout

@@ -14,11 +14,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.launchers.launcher import _Launcher
 from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader
@@ -72,11 +70,13 @@ class MeshShell:
         tp_size: Ranks that share each matrix. Planned; 1 for now.
         zero_stage: What is sharded: 1 optimizer state, 2 and gradients, 3 and parameters.
         blocks: The repeated blocks of the model: ``"auto"``, or classes, class names or globs of module names.
+        auto_wrap_policy: Lightning's word for ``blocks``, for classes.
         reshard_after_forward: Free gathered parameters between forward and backward; by default with ZeRO-3 only. An
             int is the number of ranks to re-shard over.
         mixed_precision: Dtypes that differ from what ``precision=`` of the Trainer says.
         autocast: Whether ``bf16-mixed`` runs the step under autocast, as Lightning's own plugin does.
-        activation_checkpointing: ``"full"``, ``"selective"``, every n-th block (an int), or a function of name and block.
+        activation_checkpointing: ``"full"``, ``"selective"``, every n-th block (an int), or a function of name and
+            block.
         compile: Compile each block; a string names the backend.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         sync_every_batch: Reduce gradients in each accumulation step; ``"auto"``: with ZeRO-2, ZeRO-3 and HSDP.
@@ -96,6 +96,9 @@ class MeshShell:
     node_rank: int
     world_size: int
     accelerator: Any
+    _launcher: Any
+    # The host's launcher of subprocesses.
+    _launcher_class: Callable[[Any, int, int], _Launcher]
 
     @explain_unknown_options
     def __init__(
@@ -201,14 +204,14 @@ class MeshShell:
         assert self.cluster_environment is not None
         # A single process needs no launcher, so that notebooks with one device work.
         if not self.cluster_environment.creates_processes_externally and self.num_processes * self._num_nodes > 1:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+            self._launcher = self._launcher_class(self.cluster_environment, self.num_processes, self._num_nodes)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self._num_nodes * self.num_processes)
         # Some environments ignore the setter, so the getter is asked.
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        _compat.set_rank(self.global_rank)
 
     def _requested_layout(self) -> ParallelLayout:
         """The layout as the user asked for it; presets that depend on the ranks of a node override this."""

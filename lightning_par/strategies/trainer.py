@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -36,7 +37,12 @@ EXCEPTION_AGREEMENT = timedelta(seconds=10)
 
 
 class MeshStrategy(MeshShell, ParallelStrategy):
-    """Trains an unmodified LightningModule under any layout of the axes that work; the options are those of `MeshShell`."""
+    """Trains an unmodified LightningModule under any layout of the axes that work.
+
+    The options are those of `MeshShell`.
+    """
+
+    _launcher_class = _SubprocessScriptLauncher
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -66,7 +72,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return False
 
-    @property  # type: ignore[override]
+    @property
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
@@ -139,7 +145,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def _refuse(self, trainer: pl.Trainer) -> None:
         """Refuse what Lightning would let through and do wrongly under sharding."""
         problems = Problems()
-        for callback in trainer.callbacks:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
             if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
                 problems.add(
                     "StochasticWeightAveraging copies and zips the local shards of parameters",
@@ -198,8 +205,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if bool(((least == 0) & (most > 0)).any()):
             raise ParallelConfigError(
                 Problem(
-                    f"some of the {self.mesh.data_size} data ranks have no batch to predict, and a sharded forward needs "
-                    "all of them",
+                    f"some of the {self.mesh.data_size} data ranks have no batch to predict, and a sharded forward "
+                    "needs all of them",
                     "predict on fewer devices, or on at least one sample a rank",
                 )
             )

@@ -1,0 +1,81 @@
+"""LightningCLI with `show`, for any LightningModule and LightningDataModule; `cli.py` imports it when it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
+
+from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.strategies import MeshStrategy
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer, and `show`."""
+
+    def show(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None) -> None:
+        """Say what the strategy would do to the model; starts no processes and trains nothing.
+
+        Args:
+            model: The model to be described.
+            datamodule: Not used; the file that describes a run has one.
+
+        Raises:
+            ParallelConfigError: If the strategy is not one of lightning_par, or would refuse the configuration.
+        """
+        if not isinstance(self.strategy, MeshStrategy):
+            raise ParallelConfigError(
+                Problem(
+                    f"trainer.strategy is Lightning's {type(self.strategy).__name__}; show explains strategies of "
+                    "lightning_par",
+                    'strategy="par_fsdp"',
+                )
+            )
+        # Models that are built late may be too large for this machine: shapes are enough.
+        with self.strategy.tensor_init_context(empty_init=True):
+            model.configure_model()
+        print(self.strategy.explain(model, self.world_size))
+
+
+class LightningParCLI(LightningCLI):
+    """The commands `fit`, `validate`, `test`, `predict` and `show` for `--model` and `--data` given by class path."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_class=Trainer,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "lightning-par"},
+        )
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and Trainer.
+
+        Raises:
+            ParallelConfigError: What a strategy refused, as it said it: the parser would bury it in a list of the types
+                that a strategy may have.
+        """
+        refused: list[ParallelConfigError] = []
+
+        def build(strategy_class: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+            try:
+                return strategy_class(*args, **kwargs)
+            except ParallelConfigError as error:
+                refused.append(error)
+                raise
+
+        self.parser.add_instantiator(build, Strategy, subclasses=True)
+        try:
+            super().instantiate_classes()
+        except ValueError:
+            if refused:
+                raise refused[0] from None
+            raise
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Name the Trainer methods that are commands, each with the arguments that are not options."""
+        return {**LightningCLI.subcommands(), "show": {"model", "datamodule"}}
