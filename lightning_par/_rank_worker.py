@@ -84,6 +84,9 @@ def serve(connection: Connection, stacks: Connection) -> None:
         connection.send(None)
         while True:
             task = connection.recv()
+            # A Trainer restores the handlers that Python knows, and this one is set from C: it would be gone after a fit.
+            faulthandler.unregister(STOP_SIGNAL)
+            faulthandler.register(STOP_SIGNAL, stacks.fileno(), chain=True)
             # Should the parent be gone, nobody else would end this process.
             faulthandler.dump_traceback_later(task.timeout + 3 * GRACE, exit=True, file=stacks.fileno())
             report = _answer(task)

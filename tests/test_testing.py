@@ -14,11 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -273,3 +275,14 @@ def test_function_of_the_main_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pid, "__module__", "__main__")
     with pytest.raises(TypeError, match="_pid is defined in the script that runs: move it"):
         run_ranks(1, _pid)
+
+
+def _fit_then_nothing() -> None:
+    module = BoringModel()
+    pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False).fit(module)
+
+
+def test_stacks_are_still_shown_after_a_trainer_has_reset_the_signal_handlers() -> None:
+    run_ranks(1, _fit_then_nothing)
+    with pytest.raises(RanksTimedOut, match="in _wait_forever_on"):
+        run_ranks(1, _wait_forever_on, 0, timeout=1.0)

@@ -260,6 +260,8 @@ def _adopt(
                 "build the module anew, and load its checkpoint",
             )
     problems.raise_if_any()
+    # An earlier run may have ended in the middle of a step. Not done on the exception itself: it waits for collectives.
+    existing.data.reset()
     return existing
 
 

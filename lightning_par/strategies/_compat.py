@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
@@ -43,6 +45,17 @@ def evaluation_without_inference_mode(trainer: Any) -> None:
 def is_interrupted(trainer: Any) -> bool:
     """Whether the Trainer is handling an exception on this rank (`TrainerStatus.INTERRUPTED`, lightning >= 2.0)."""
     return bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+
+
+def requested_weights_only() -> bool | None:
+    """Find the `weights_only` that was given to `Trainer.fit`, `validate`, `test` or `predict`, which is running now.
+
+    `Trainer._run` does not hand it to a strategy that restores after its setup (lightning 2.6).
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["weights_only"]
 
 
 def default_store() -> Any:

@@ -27,7 +27,7 @@ from lightning_par.strategies.presets import (
     HSDPDefaults,
     ZeRODefaults,
 )
-from lightning_par.strategies.shared import MeshShell
+from lightning_par.strategies.shared import MeshShell, make_way
 
 __all__ = ["DataParallelStrategy", "FSDP2Strategy", "HSDPStrategy", "MeshStrategy", "ZeROStrategy"]
 
@@ -68,8 +68,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._set_world_ranks()
-        self._connect()
+        self._check()
         super().setup_environment()
+        self._connect()
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -160,7 +161,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             for name, optimizer in optimizers.items():
                 meta[name] = _filtered(name, ckpt.full_optimizer_state(_container(modules), optimizer), keep)
             if self.is_global_zero:
-                ckpt.remove_checkpoint(path)
+                make_way(path)
                 self.checkpoint_io.save_checkpoint(meta, os.fspath(path), storage_options)
             return
         container = _container(modules)
@@ -182,20 +183,29 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Restore the objects of `state` in place; returns what the checkpoint holds beside them."""
+        """Restore the objects of `state` in place; returns what the checkpoint holds beside them, all without `state`."""
         path = self.broadcast(path)
         for handle in self._handles:
             handle.data.reshard()
         if isinstance(state, nn.Module):
             return self._load_raw(path, _bare(state), strict, weights_only)
-        if not state or isinstance(state, Optimizer):
-            raise ValueError(
-                f"load_checkpoint needs a state with at least a module to restore, not {type(state).__name__}"
-            )
+        if isinstance(state, Optimizer):
+            raise ValueError("an optimizer is restored together with its module: load(path, {'model': ..., ...})")
+        sharded = ckpt.is_sharded_checkpoint(path)
+        if not state:
+            if sharded:
+                return ckpt.read_meta(path, weights_only=bool(weights_only))
+            return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         modules, optimizers, rest = _sorted_state(state)
-        if ckpt.is_sharded_checkpoint(path):
+        if sharded:
             loaded: dict[str, Any] = dict(
-                ckpt.load_sharded(path, _container(modules), list(optimizers.values()), strict=strict)
+                ckpt.load_sharded(
+                    path,
+                    _container(modules),
+                    list(optimizers.values()),
+                    strict=strict,
+                    weights_only=bool(weights_only),
+                )
             )
         else:
             loaded = dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
@@ -218,7 +228,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         """Load a file that is nothing but a state dict, or the model of a sharded checkpoint."""
         if ckpt.is_sharded_checkpoint(path):
-            return dict(ckpt.load_sharded(path, module, strict=strict))
+            return dict(ckpt.load_sharded(path, module, strict=strict, weights_only=bool(weights_only)))
         weights = self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only)
         ckpt.load_full_model_state(module, weights, strict=strict)
         return {}

@@ -7,6 +7,8 @@ import difflib
 import functools
 import inspect
 import logging
+import os
+import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader
 
+from lightning_par.checkpoint import is_sharded_checkpoint, remove_checkpoint
 from lightning_par.errors import ParallelConfigError, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import apply
@@ -44,7 +47,7 @@ def explain_unknown_options(init: F) -> F:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         problems = Problems()
-        for name in kwargs.keys() - set(known):
+        for name in sorted(kwargs.keys() - set(known)):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             problems.add(
                 f"{type(self).__name__} has no option {name!r}; its options are {', '.join(known)}",
@@ -217,12 +220,18 @@ class MeshShell:
         """The layout as the user asked for it; presets that depend on the ranks of a node override this."""
         return self._layout
 
-    def _connect(self) -> None:
-        """Check the whole configuration, join or adopt the process group, build the mesh."""
-        world_size = dist.get_world_size() if dist.is_initialized() else self.world_size
+    def _check(self) -> None:
+        """Raise one `ParallelConfigError` with everything that is wrong; needs no process group."""
         layout = self._requested_layout()
         problems = Problems()
-        problems.extend(layout.problems(world_size))
+        problems.extend(layout.problems(self.world_size))
+        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (self.global_rank, self.world_size):
+            problems.add(
+                f"the process group that exists already has {dist.get_world_size()} ranks, of which this is "
+                f"{dist.get_rank()}; devices x num_nodes make {self.world_size}, of which this would be "
+                f"{self.global_rank}",
+                f"devices={dist.get_world_size()}",
+            )
         try:
             policy = self.policy
         except ParallelConfigError as error:
@@ -235,6 +244,8 @@ class MeshShell:
             )
         problems.raise_if_any()
 
+    def _connect(self) -> None:
+        """Join or adopt the process group, and build the mesh."""
         reset_seed()
         if not dist.is_initialized():
             on_gpu = self.root_device.type == "cuda"
@@ -248,14 +259,12 @@ class MeshShell:
             )
             # Not at teardown: a sharded model is used after `fit`. Left alone, gloo aborts the interpreter's exit.
             atexit.register(_destroy_process_group)
-        self._layout = layout
-        self._mesh = layout.resolve(world_size).build_mesh(self.root_device.type)
+        self._mesh = _shared_mesh(self._requested_layout().resolve(self.world_size), self.root_device.type)
 
     def _parallelize(self, module: nn.Module, forward_methods: Collection[str]) -> apply.Parallelized:
-        requested = self._requested_layout()
         return apply.parallelize(
             module,
-            requested,
+            self._requested_layout(),
             self.policy,
             self._options,
             mesh=self.mesh,
@@ -282,10 +291,14 @@ class MeshShell:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
+    def _before_collective(self) -> None:
+        """Raise where the other ranks will not come."""
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if not dist.is_initialized():
             return
+        self._before_collective()
         if self.root_device.type == "cuda":
             dist.barrier(device_ids=[self.root_device.index])
         else:
@@ -295,6 +308,7 @@ class MeshShell:
         """Send any picklable object from one rank to all."""
         if not dist.is_initialized():
             return obj
+        self._before_collective()
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
@@ -305,29 +319,33 @@ class MeshShell:
         Args:
             tensor: A tensor, reduced in place where its dtype allows; anything else is returned as it is.
             group: Another group than the data ranks.
-            reduce_op: "mean", "avg", "sum" or a `ReduceOp`. The mean of integers is a float.
+            reduce_op: "mean", "avg", "sum", "max", "min" or a `ReduceOp`. The mean of integers is a float.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        self._before_collective()
         group = group or self.mesh.group("data")
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.get_default_dtype())
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if mean or name == "sum" else reduce_op, group=group)
+        op = getattr(dist.ReduceOp, "SUM" if mean else name.upper()) if mean or isinstance(name, str) else name
+        dist.all_reduce(tensor, op, group=group)
         return tensor.div_(group.size()) if mean else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree on a decision over all ranks of all axes: everybody's (`all`) or anybody's."""
         if not dist.is_initialized():
             return decision
+        self._before_collective()
         vote = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(vote.item())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of the same shape from all data ranks, stacked on a new first dimension."""
+        self._before_collective()
         return _compat.all_gather(tensor, group or self.mesh.group("data"), sync_grads)
 
 
@@ -345,6 +363,25 @@ def _merge_blocks(blocks: Any, auto_wrap_policy: Any) -> Any:
         )
     problems.raise_if_any()
     return list(auto_wrap_policy) if isinstance(auto_wrap_policy, set | frozenset) else auto_wrap_policy
+
+
+def make_way(path: str | os.PathLike[str]) -> None:
+    """Remove what a file cannot be written over: a link, whose target would be, and a checkpoint that is a directory."""
+    if os.path.islink(path) or is_sharded_checkpoint(path):
+        remove_checkpoint(path)
+
+
+_meshes: dict[tuple[ParallelLayout, str], tuple[weakref.ref[Any], ParallelMesh]] = {}
+
+
+def _shared_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
+    """Build the mesh of a layout once in the life of a process group: each new one has communicators of its own."""
+    world, mesh = _meshes.get((layout, device_type), (lambda: None, None))
+    if mesh is None or world() is not dist.group.WORLD:
+        mesh = layout.build_mesh(device_type)
+        # Weak: a process group that outlives `destroy_process_group` may abort the interpreter's exit.
+        _meshes[layout, device_type] = weakref.ref(dist.group.WORLD), mesh
+    return mesh
 
 
 def _destroy_process_group() -> None:

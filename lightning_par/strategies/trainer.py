@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -23,11 +26,11 @@ from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem, Problems
-from lightning_par.parallel.apply import Parallelized, remap_optimizer
+from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.strategies import _compat
 from lightning_par.strategies.precision import trainer_plugin
-from lightning_par.strategies.shared import MeshShell
+from lightning_par.strategies.shared import MeshShell, make_way
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,11 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     """
 
     _launcher_class = _SubprocessScriptLauncher
+
+    @override
+    def _init_host(self) -> None:
+        self._run = ""
+        self._met_after_exception = False
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -99,10 +107,13 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
-        self._connect()
+        self._check()
         super().setup_environment()
+        self._connect()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.mesh.root
+        self._met_after_exception = False
+        self._run = self.broadcast(uuid.uuid4().hex)
 
     @contextmanager
     @override
@@ -122,6 +133,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._refuse(trainer)
         _compat.evaluation_without_inference_mode(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
+        if self._layer_sync is not None and parallelized(module) is None:
+            module = self._layer_sync.apply(module)
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
         self._connect_metrics()
@@ -146,11 +159,13 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Refuse what Lightning would let through and do wrongly under sharding."""
         problems = Problems()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        averaging = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
         for callback in callbacks:
-            if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+            if isinstance(callback, averaging) and self.layout.dp_shard_size != 1:
+                name = type(callback).__name__
                 problems.add(
-                    "StochasticWeightAveraging copies and zips the local shards of parameters",
-                    "leave out StochasticWeightAveraging",
+                    f"{name} copies the module before it is sharded, and averages its whole parameters with shards",
+                    f"leave out {name}, or replicate the parameters: strategy='par_ddp'",
                 )
         problems.raise_if_any()
 
@@ -249,7 +264,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
         DTensors with `state_dict_type="sharded"`; otherwise full CPU tensors on rank 0 and nothing elsewhere.
         """
-        self._agree_after_exception()
+        self._before_collective()
         assert self.lightning_module is not None
         for handle in self._handles:
             handle.data.sync_buffers()
@@ -272,7 +287,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if self._state_dict_type == "full":
             path = self.broadcast(filepath)
             if self.is_global_zero:
-                ckpt.remove_checkpoint(path)
+                make_way(path)
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
@@ -292,17 +307,26 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
+        weights_only = _compat.requested_weights_only() if weights_only is None else weights_only
         assert self.lightning_module is not None
         self.parallelized.data.reshard()
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         if ckpt.is_sharded_checkpoint(path):
             meta: dict[str, Any] = ckpt.load_sharded(
-                path, self.lightning_module, optimizers, strict=self.lightning_module.strict_loading
+                path,
+                self.lightning_module,
+                optimizers,
+                strict=self.lightning_module.strict_loading,
+                weights_only=bool(weights_only),
             )
             return meta
         checkpoint = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-        for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
+        saved = checkpoint.get("optimizer_states")
+        if saved is not None and fitting and len(saved) != len(optimizers):
+            raise ckpt.CheckpointError(f"{path} holds {len(saved)} optimizers, here are {len(optimizers)}")
+        # Of a file without optimizers Lightning says itself that training cannot go on from it.
+        for optimizer, state in zip(optimizers, saved or [], strict=False):
             ckpt.load_full_optimizer_state(self.lightning_module, optimizer, state)
         return checkpoint
 
@@ -319,33 +343,36 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if os.path.islink(filepath) or ckpt.is_sharded_checkpoint(filepath):
             ckpt.remove_checkpoint(filepath)
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _agree_after_exception(self) -> None:
-        """Before a save inside an exception handler: go on only if every rank is in one, else all would hang."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module._trainer
+    @override
+    def _before_collective(self) -> None:
+        """Inside the handling of an exception go on only if every rank handles one, else all would hang."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is None or not _compat.is_interrupted(trainer) or not dist.is_initialized():
             return
-        store = _compat.default_store()
-        keys = [f"lightning_par/interrupted/{trainer.global_step}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], "1")
-        try:
-            store.wait(keys, EXCEPTION_AGREEMENT)
-        except (RuntimeError, dist.DistStoreError) as error:
-            raise RuntimeError(
-                f"rank {dist.get_rank()} does not save a checkpoint on this exception: the other ranks did not fail "
-                f"within {EXCEPTION_AGREEMENT.total_seconds():.0f} s, and a sharded checkpoint needs all of them"
-            ) from error
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
+        if self._met_after_exception:
+            return
+        exception = sys.exception()
+        if not _meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
+            note = (
+                f"rank {dist.get_rank()} saves no checkpoint on this exception: not all ranks failed within "
+                f"{EXCEPTION_AGREEMENT.total_seconds():.0f} s, and a checkpoint needs all of them"
+            )
+            if exception is None:
+                raise RuntimeError(note)
+            exception.add_note(note)
+            raise exception
+        self._met_after_exception = True
         for handle in self._handles:
             handle.data.reset()
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -356,3 +383,24 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _meet(key: str, timeout: timedelta) -> bool:
+    """Wait for all ranks without a collective: True on every rank if all came in time, else False on every rank."""
+    store = _compat.default_store()
+
+    def decide(verdict: str) -> None:
+        # Only the first decision counts: nobody goes on with a rank that has just given up.
+        if store.add(f"{key}/decisions", 1) == 1:
+            store.set(f"{key}/verdict", verdict)
+
+    try:
+        if store.add(f"{key}/arrived", 1) == dist.get_world_size():
+            decide("all")
+        try:
+            store.wait([f"{key}/verdict"], timeout)
+        except RuntimeError:
+            decide("not all")
+        return bool(store.get(f"{key}/verdict") == b"all")
+    except RuntimeError:  # the store has gone with the rank that serves it
+        return False
