@@ -40,6 +40,7 @@ def test_pairs_name_features() -> None:
     ("layout", "options", "precision", "words"),
     [
         (ParallelLayout(tp_size=2), ParallelOptions(), "32-true", ["tensor parallelism", "tp_size=1", "tp_size: 1"]),
+        (ParallelLayout(tp_size=-1, dp_shard_size=2), ParallelOptions(), "32-true", ["tensor parallelism"]),
         (ParallelLayout(pp_size=2, cp_size=2), ParallelOptions(), "32-true", ["pipeline", "context", "pp_size=1"]),
         (ParallelLayout(), ParallelOptions(cpu_offload=True), "16-mixed", ["fp16", "precision: bf16-mixed"]),
         (

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from parity import Run, assert_same_training
+from lightning_par.testing import RanksFailed, run_ranks
+from parity import Run, assert_same_training, train
 
 LAYOUTS = {
     "ddp": (2, ("DataParallelStrategy", {})),
@@ -85,7 +86,9 @@ def test_options_change_no_number(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_option_under_every_layout(layout: str, options: dict[str, object]) -> None:
     if layout == "ddp" and "cpu_offload" in options:
-        pytest.skip("refused: `test_docs.py` asserts the message")
+        with pytest.raises(RanksFailed, match="offloading moves the shards"):
+            run_ranks(2, train, Run(), 2, ("DataParallelStrategy", options))
+        return
     ranks, (name, defaults) = LAYOUTS[layout]
     assert_same_training(Run(model="llama", accumulate=2, clip=0.05), ranks, (name, defaults | options))
 
