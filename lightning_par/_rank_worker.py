@@ -84,7 +84,7 @@ def serve(connection: Connection, stacks: Connection) -> None:
         connection.send(None)
         while True:
             task = connection.recv()
-            # A Trainer restores the handlers that Python knows, and this one is set from C: it would be gone after a fit.
+            # A Trainer restores the handlers that Python knows; this one is set from C and would be gone after a fit.
             faulthandler.unregister(STOP_SIGNAL)
             faulthandler.register(STOP_SIGNAL, stacks.fileno(), chain=True)
             # Should the parent be gone, nobody else would end this process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,10 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Run:
-    """What to train and how; `accumulate` counts the accumulation steps of one rank."""
+    """What to train and how; `accumulate` counts the accumulation steps of one rank.
+
+    The model is one of `MODELS`, or a "module:class".
+    """
 
     model: str = "nanogpt"
     accumulate: int = 1
@@ -43,7 +47,9 @@ class Run:
 
     def build(self) -> pl.LightningModule:
         torch.manual_seed(3)
-        return MODELS[self.model](**dict(self.model_options))
+        module, _, name = self.model.rpartition(":")
+        cls = getattr(importlib.import_module(module), name) if module else MODELS[name]
+        return cls(**dict(self.model_options))
 
 
 @dataclass

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
@@ -55,7 +57,40 @@ def requested_weights_only() -> bool | None:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not Trainer._run.__code__:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["weights_only"]
+    return None if frame is None else frame.f_locals.get("weights_only")
+
+
+def stage_of_dataloader() -> Any:
+    """Find the stage of the loader that `Strategy.process_dataloader` was given, or None outside a Trainer.
+
+    The stage of the Trainer is another one where a fit sets up its validation loaders (`_process_dataloader`, 2.6).
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not data_connector._process_dataloader.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["stage"]
+
+
+def evaluation_loop(trainer: Any) -> Any:
+    """The loop that evaluates now, in a fit too (`Trainer._evaluation_loop`, lightning >= 2.0)."""
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+
+def batches_to_evaluate(loop: Any) -> list[int | float]:
+    """The number of batches of each loader that runs after the others (`_EvaluationLoop._combined_loader`, 2.0)."""
+    combined = loop._combined_loader
+    if combined._mode == "sequential":
+        return list(loop.max_batches)
+    length = sized_len(combined)
+    return [float("inf") if length is None else length]
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which the Trainer logs now (`_TrainingEpochLoop._batches_that_stepped`, lightning >= 1.6).
+
+    `global_step` counts the steps of several optimizers one by one.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def default_store() -> Any:

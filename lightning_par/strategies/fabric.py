@@ -101,6 +101,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for handle in self._handles:
+            handle.begin_backward(tensor)
         super().backward(tensor, module, *args, **kwargs)
         for handle in self._handles:
             handle.finish_backward()
@@ -183,7 +185,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Restore the objects of `state` in place; returns what the checkpoint holds beside them, all without `state`."""
+        """Restore the objects of `state` in place; returns what else the checkpoint holds (without `state`: all)."""
         path = self.broadcast(path)
         for handle in self._handles:
             handle.data.reshard()
@@ -195,7 +197,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if not state:
             if sharded:
                 return ckpt.read_meta(path, weights_only=bool(weights_only))
-            return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            return dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
         modules, optimizers, rest = _sorted_state(state)
         if sharded:
             loaded: dict[str, Any] = dict(

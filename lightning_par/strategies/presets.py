@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_par.errors import Problems
 from lightning_par.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from lightning_par.strategies.shared import MeshShell as _Shell
 else:
     _Shell = object
+
+
+def _sets_itself(name: str, instead: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Refuse an option that a preset sets, where Python would say that it came twice."""
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            problems = Problems()
+            if name in kwargs:
+                problems.add(
+                    f"{type(self).__name__} sets {name} itself, {kwargs[name]!r} was given",
+                    instead.format(kwargs[name]),
+                )
+            problems.raise_if_any()
+            init(self, *args, **kwargs)
+
+        return wrapped
+
+    return decorate
 
 
 class DataParallelDefaults(_Shell):
@@ -21,6 +44,7 @@ class DataParallelDefaults(_Shell):
         **kwargs: Every other option of `MeshStrategy`.
     """
 
+    @_sets_itself("dp_shard_size", "HSDPStrategy(dp_shard_size={}) or FSDP2Strategy()")
     def __init__(self, dp_replicate_size: int = -1, **kwargs: Any) -> None:
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=1, **kwargs)
 
@@ -34,6 +58,7 @@ class ZeRODefaults(_Shell):
         **kwargs: Every other option of `MeshStrategy`.
     """
 
+    @_sets_itself("zero_stage", "stage={}")
     def __init__(self, stage: Literal[1, 2, 3] = 1, dp_shard_size: int = -1, **kwargs: Any) -> None:
         super().__init__(zero_stage=stage, dp_shard_size=dp_shard_size, **kwargs)
 

@@ -31,6 +31,7 @@ from lightning_par.parallel.memory import ActivationCheckpointing
 from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
 from lightning_par.parallel.report import explain
 from lightning_par.strategies import _compat
+from lightning_par.strategies.loaders import DataRanks
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ class MeshShell:
         self._mesh = _shared_mesh(self._requested_layout().resolve(self.world_size), self.root_device.type)
 
     def _parallelize(self, module: nn.Module, forward_methods: Collection[str]) -> apply.Parallelized:
-        return apply.parallelize(
+        handle = apply.parallelize(
             module,
             self._requested_layout(),
             self.policy,
@@ -271,6 +272,10 @@ class MeshShell:
             device=self.root_device,
             forward_methods=forward_methods,
         )
+        # Both shells call `begin_backward` before every backward.
+        if handle.data.units is not None:
+            handle.data.units.announced = True
+        return handle
 
     def explain(self, module: nn.Module, world_size: int) -> str:
         """Say what this strategy would do to a module on that many processes; needs no process group."""
@@ -281,7 +286,7 @@ class MeshShell:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Data ranks see disjoint samples; ranks of one model group see the same."""
-        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+        return {"num_replicas": DataRanks(self.mesh.data_size), "rank": self.mesh.data_rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed loader workers by data rank, so that the ranks of one model group augment alike."""
@@ -324,6 +329,9 @@ class MeshShell:
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         self._before_collective()
+        if group is None:
+            for handle in self._handles:
+                handle.data.before_reduce_of_user()
         group = group or self.mesh.group("data")
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
@@ -366,7 +374,7 @@ def _merge_blocks(blocks: Any, auto_wrap_policy: Any) -> Any:
 
 
 def make_way(path: str | os.PathLike[str]) -> None:
-    """Remove what a file cannot be written over: a link, whose target would be, and a checkpoint that is a directory."""
+    """Remove what a file is not written over: a link, since its target would be, and a checkpoint directory."""
     if os.path.islink(path) or is_sharded_checkpoint(path):
         remove_checkpoint(path)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -28,7 +27,7 @@ from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.materialize import deferred_init
-from lightning_par.strategies import _compat
+from lightning_par.strategies import _compat, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -51,6 +50,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def _init_host(self) -> None:
         self._run = ""
         self._met_after_exception = False
+        self._turns: loaders.Turns | None = None
+        self._alone = False
+        self._compared_batches: set[str | None] = set()
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averaging = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
         for callback in callbacks:
-            if isinstance(callback, averaging) and self.layout.dp_shard_size != 1:
+            if isinstance(callback, averaging) and self._requested_layout().dp_shard_size != 1:
                 name = type(callback).__name__
                 problems.add(
                     f"{name} copies the module before it is sharded, and averages its whole parameters with shards",
@@ -185,6 +187,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             yield
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.parallelized.begin_backward(closure_loss)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.parallelized.finish_backward()
 
@@ -204,45 +210,88 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
         return super().optimizer_step(optimizer, closure_then_reshard, model, **kwargs)
 
+    # -- data ----------------------------------------------------------------------------------------------------
+
     @override
-    def on_predict_start(self) -> None:
-        """Agree on the number of batches: predictions are never padded, so some ranks may have one more."""
-        self.parallelized.data.sync_buffers()
-        assert self.lightning_module is not None
-        batches = self.lightning_module.trainer.predict_loop.max_batches
-        self._predict_calls, self._repeats_after = 0, {}
-        if not self.parallelized.data.sharded or not all(isinstance(n, int) for n in batches):
-            return
-        mine = torch.tensor(batches, device=self.root_device)
-        most, least = mine.clone(), mine.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        if bool(((least == 0) & (most > 0)).any()):
-            raise ParallelConfigError(
-                Problem(
-                    f"some of the {self.mesh.data_size} data ranks have no batch to predict, and a sharded forward "
-                    "needs all of them",
-                    "predict on fewer devices, or on at least one sample a rank",
-                )
-            )
-        self._repeats_after = dict(zip(mine.cumsum(0).tolist(), (most - mine).tolist(), strict=True))
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        stage = _compat.stage_of_dataloader()
+        module = self.lightning_module
+        if stage is None or module is None:
+            return dataloader
+        flag = "allow_zero_length_dataloader_with_multiple_devices"
+        allow_empty = any(getattr(source, flag, False) for source in (module, module.trainer.datamodule))  # type: ignore[attr-defined]
+        return loaders.prepare(
+            dataloader,
+            stage,
+            self.mesh.group("data"),
+            sharded=self.parallelized.data.sharded,
+            allow_empty=allow_empty,
+        )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare_batch(args[0])
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._take_turn(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._take_turn(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().predict_step(*args, **kwargs)
-        self._predict_calls += 1
-        for _ in range(self._repeats_after.get(self._predict_calls, 0)):
-            # Other ranks run collectives in their extra batch: take part, and drop the result.
-            super().predict_step(*args, **kwargs)
+        return self._take_turn(super().predict_step, *args, **kwargs)
+
+    def _take_turn(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, and join the other data ranks in those that this rank does not have."""
+        turns, units = self._turns, self.parallelized.data.units
+        if turns is None:
+            return step(*args, **kwargs)
+        if turns.everywhere:
+            self._compare_batch(args[0])
+        if units is not None:
+            units.remember_gathers()
+        self._alone = turns.begin()
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            self._alone = False
+        for _ in range(turns.idle()):
+            if units is not None:
+                units.join_step()
         return result
+
+    def _compare_batch(self, batch: Any) -> None:
+        """Compare the first batch of each stage over the data ranks."""
+        assert self.lightning_module is not None
+        stage = self.lightning_module.trainer.state.stage
+        if stage is not None and stage.dataloader_prefix not in self._compared_batches:
+            self._compared_batches.add(stage.dataloader_prefix)
+            loaders.warn_if_same(batch, stage, self.mesh.group("data"))
+
+    def _begin_evaluation(self) -> None:
+        """Give all data ranks the same buffers, and agree on who evaluates how many batches."""
+        assert self.lightning_module is not None
+        data = self.parallelized.data
+        data.sync_buffers()
+        batches = _compat.batches_to_evaluate(_compat.evaluation_loop(self.lightning_module.trainer))
+        self._turns = loaders.Turns(batches, self.mesh.group("data"), sharded=data.sharded)
 
     @override
     def on_validation_start(self) -> None:
-        self.parallelized.data.sync_buffers()
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.parallelized.data.sync_buffers()
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:
@@ -354,7 +403,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def _before_collective(self) -> None:
-        """Inside the handling of an exception go on only if every rank handles one, else all would hang."""
+        """Raise where other ranks will not come: in a batch that they do not have, after an exception on this one."""
+        if self._alone:
+            raise loaders.alone()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is None or not _compat.is_interrupted(trainer) or not dist.is_initialized():
             return

@@ -1,0 +1,115 @@
+"""A small module that remembers the samples it sees, and the data it sees them from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_par.parallel.shards import full_tensor
+from parity import make_trainer
+
+FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
+TWO = ["par_ddp", "par_fsdp"]
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample `i` is the number `i`."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset[Tensor]):
+    """As many numbers as `samples` says for this rank; disjoint ones, unless `shared`."""
+
+    def __init__(self, *samples: int, shared: bool = False) -> None:
+        self.samples = samples
+        self.shared = shared
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rank = dist.get_rank()
+        for i in range(self.samples[rank % len(self.samples)]):
+            yield torch.tensor(i if self.shared else 100 * rank + i)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.samples[dist.get_rank() % len(self.samples)]
+
+
+class Probe(pl.LightningModule):
+    """A stack of equal blocks between a first and a last layer; its output depends on every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(1, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+        self.seen: dict[str, list[int]] = defaultdict(list)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        h = self.first(numbers[:, None].to(self.first.weight.dtype) / 10)
+        for block in self.blocks:
+            h = block(h)
+        return self.last(h)[:, 0]
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        self.seen[stage] += batch.int().tolist()
+        return (self(batch) - batch).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch, "val"), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", self.loss(batch, "test"), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[int]:
+        self.loss(batch, "predict")
+        return batch.int().tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbers(samples: int, batch_size: int = 1, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Numbers(samples), batch_size=batch_size, **options)
+
+
+def own(*samples: list[int], batch_size: int = 1) -> DataLoader[Tensor]:
+    """A loader whose sampler gives each rank the samples listed for it."""
+    mine = samples[dist.get_rank() % len(samples)]
+    return DataLoader(Numbers(100), sampler=mine, batch_size=batch_size)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full_tensor(p).detach().clone() for name, p in module.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-9) -> bool:
+    largest = max(float(w.abs().max()) for w in other.values())
+    return one.keys() == other.keys() and all(
+        float((one[name] - other[name]).abs().max()) <= tolerance * largest for name in other
+    )
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on all ranks there are, in float64."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return make_trainer(ranks, strategy, **({"max_epochs": 1, "precision": "64-true"} | options))
