@@ -4,6 +4,20 @@ Pipeline split -> tensor, sequence, expert, context -> activation checkpointing 
 materialise. Inner axes must have made their DTensors before FSDP shards over the outer one; checkpointing wraps the
 block that compile compiles; FSDP's hooks stay outside both. The order is that of torchtitan v0.2
 (`models/llama3/infra/parallelize.py`); the axes without an implementation yet have their place here.
+
+Example (a raw torch loop under `torchrun`)::
+
+    torch.distributed.init_process_group()
+    par = parallelize(model, ParallelLayout(dp_shard_size=-1), "bf16-mixed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        with par.policy.autocast_context("cuda"):
+            loss = model(batch)
+        loss.backward()
+        par.finish_backward()
+        par.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -17,7 +31,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_par.blocks import BlockPlan, find_blocks
@@ -71,9 +84,9 @@ class ParallelOptions:
     def features(self, layout: ParallelLayout, policy: PrecisionPolicy) -> set[str]:
         """Name what is used, in the words of `capabilities.FEATURES`."""
         sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "ep": layout.ep_size}
-        used = {axis for axis, size in sizes.items() if size not in (1, -1)}
+        used = {axis for axis, size in sizes.items() if size != 1}
         used.add("ddp" if layout.dp_shard_size == 1 else f"zero{self.zero_stage}")
-        if layout.dp_shard_size != 1 and layout.dp_replicate_size not in (1,):
+        if layout.dp_shard_size != 1 and layout.dp_replicate_size != 1:
             used.add("hsdp")
         if policy.scaler:
             used.add("16-mixed")
@@ -141,6 +154,10 @@ class Parallelized:
         """Context for every backward of an accumulation window but the last; see `DataParallel.accumulating`."""
         return self.data.accumulating(enabled)
 
+    def begin_backward(self, loss: Tensor) -> None:
+        """Call before a backward inside the module's own forward or step; needed nowhere else."""
+        self.data.begin_backward(loss)
+
     def finish_backward(self) -> None:
         """Call after each backward, inside its `accumulating` context: completes reductions on ranks whose loss reached
         no parameter.
@@ -170,20 +187,6 @@ def parallelize(
     forward_methods: Iterable[str] = (),
 ) -> Parallelized:
     """Apply a layout to a module, in place, in the order of this file. Needs an initialised default process group.
-
-    Example (a raw torch loop under `torchrun`)::
-
-        torch.distributed.init_process_group()
-        par = parallelize(model, ParallelLayout(dp_shard_size=-1), "bf16-mixed")
-        optimizer = torch.optim.AdamW(model.parameters())
-        for batch in loader:
-            with par.policy.autocast_context("cuda"):
-                loss = model(batch)
-            loss.backward()
-            par.finish_backward()
-            par.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
     Args:
         module: The whole model, on the CPU, on the device, or on the meta device (built under `deferred_init`).
@@ -233,8 +236,8 @@ def parallelize(
         handle = _apply_data(module, mesh, plan, policy, options, replicated)
         initial.materialize(module, torch.device("cpu") if options.cpu_offload else device)
         _buffers_to(module, device)
-    if isinstance(module, FSDPModule):
-        data.register_forward_methods(module, forward_methods)
+    if handle.units is not None:
+        data.register_forward_methods(module, handle.units, forward_methods)
         _compat.finalize_fsdp(module)
     stop_watching = data.watch_for_bypassed_blocks(module, plan) if handle.sharded else lambda: None
     result = Parallelized(

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from lightning_par.layout import ParallelMesh
 from lightning_par.parallel import _compat
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
+from lightning_par.parallel.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class DataParallel:
         zero_stage: 0 (replicated), 1, 2 or 3.
         sync_every_batch: Whether gradients are reduced in every accumulation step.
         reducer: Averages the gradients of plain parameters; None where there are none.
+        units: The FSDP units; None where nothing is sharded.
     """
 
     module: nn.Module
@@ -65,6 +67,7 @@ class DataParallel:
     zero_stage: int
     sync_every_batch: bool
     reducer: GradientReducer | None = None
+    units: Units | None = None
     _accumulating: bool = False
 
     @property
@@ -101,16 +104,27 @@ class DataParallel:
             if self.zero_stage < 3:
                 self.module.set_reshard_after_backward(not accumulating)
 
+    def begin_backward(self, loss: Tensor) -> None:
+        """Call before a backward that may begin inside the root's forward; see `Units.begin_backward`."""
+        if self.units is not None:
+            self.units.begin_backward(loss)
+
     def finish_backward(self) -> None:
         """Complete the reduction after a backward, also on a rank whose backward reached no plain parameter."""
         if self.reducer is not None:
             self.reducer.finish()
+        if self.units is not None:
+            self.units.finish_backward(complete=not self._accumulating)
+
+    def before_reduce_of_user(self) -> None:
+        """Call before the data ranks reduce something that is not this module's; see `Units`."""
+        if self.units is not None:
+            self.units.before_reduce_of_user()
 
     def reshard(self) -> None:
         """Free all gathered parameters, so that the module holds its sharded ones (before a step, a save, a load)."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if self.units is not None:
+            self.units.free()
 
     def reset(self) -> None:
         """Return to a clean state after an exception inside forward or backward; gradients under way are lost."""
@@ -119,6 +133,8 @@ class DataParallel:
             self.reducer.reset()
         if isinstance(self.module, FSDPModule):
             _compat.reset_fsdp_iteration(self.module)
+        if self.units is not None:
+            self.units.reset()
 
     def sync_buffers(self) -> None:
         """Give every data rank the buffers of data rank 0 (running statistics of normalisation layers)."""
@@ -186,15 +202,30 @@ def shard(
         fp32_norms=policy.autocast is not None,
         offload=_offload_policy(mesh, cpu_offload),
     )
+    restore = _noted(module)
     for name in plan.names:
         units.add([module.get_submodule(name)], reshard_after_forward)
     for names in units_beside_blocks(module, plan, freed=bool(reshard_beside_blocks)):
         units.add([module.get_submodule(name) for name in names], reshard_beside_blocks)
     units.add([module], False, is_root=True)
+    restore()
     stray = [p for p in module.parameters() if p in units.ignored]
     reducer = GradientReducer(stray, mesh.group("data")) if stray else None
-    _gather_root_outside_steps(module)
-    return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer)
+    return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer, Units(module, mesh.group("data")))
+
+
+def _noted(module: nn.Module) -> Callable[[], None]:
+    """Note what the user has put on parameters (attributes, gradient hooks); the result puts it on the new ones."""
+    notes = {name: (dict(vars(param)), _compat.gradient_hooks(param)) for name, param in module.named_parameters()}
+
+    def restore() -> None:
+        for name, param in module.named_parameters():
+            attributes, hooks = notes[name]
+            vars(param).update(attributes)
+            if hooks is not None:
+                _compat.set_gradient_hooks(param, hooks)
+
+    return restore
 
 
 def units_beside_blocks(module: nn.Module, plan: BlockPlan, *, freed: bool) -> list[tuple[str, ...]]:
@@ -215,34 +246,6 @@ def units_beside_blocks(module: nn.Module, plan: BlockPlan, *, freed: bool) -> l
     return [
         (max(names, key=lambda n: sum(p.numel() for p in module.get_submodule(n).parameters())),) for names in untied
     ]
-
-
-def _gather_root_outside_steps(root: nn.Module) -> None:
-    """Let modules that the root unit serves run outside the root's forward too, as sampling in an epoch hook does.
-
-    Only without gradients: there is no root forward whose backward would reduce them.
-    """
-
-    def gather(module: nn.Module, args: Any) -> None:
-        params = list(module.parameters(recurse=False))
-        if not any(isinstance(p, DTensor) for p in params):
-            return
-        if torch.is_grad_enabled() and any(p.requires_grad for p in params):
-            raise RuntimeError(
-                f"{type(module).__name__} is called with gradients outside training_step (or forward) of "
-                f"{type(root).__name__}, where its parameters are not gathered and its gradients would not be reduced; "
-                "call it inside the step, or under torch.no_grad()"
-            )
-        cast(FSDPModule, root).unshard()
-
-    pending = list(root.children())
-    while pending:
-        module = pending.pop()
-        if isinstance(module, FSDPModule):
-            continue
-        pending.extend(module.children())
-        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(gather)
 
 
 @dataclass
@@ -356,10 +359,12 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
             local.copy_(whole)
 
 
-def register_forward_methods(module: nn.Module, names: Iterable[str]) -> None:
+def register_forward_methods(module: nn.Module, units: Units, names: Iterable[str]) -> None:
     """Let methods beside `forward` gather the root's own parameters, as a training step uses them."""
     for name in names:
-        if callable(getattr(module, name, None)):
+        method = getattr(module, name, None)
+        if callable(method):
+            setattr(module, name, units.counted_as_forward(_compat.kept_gathered(module, method)))
             register_fsdp_forward_method(module, name)
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_par.parallel import _compat
-from lightning_par.parallel.shards import to_local
+from lightning_par.parallel.shards import to_local, without_partials
 
 _Ranks = tuple[int, ...]
 
@@ -124,7 +124,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     for parameter in _trainable([parameters] if isinstance(parameters, Tensor) else parameters):
         if parameter.grad is None:
             continue
-        parameter.grad = _without_partials(parameter.grad)
+        parameter.grad = without_partials(parameter.grad)
         shards.append(to_local(parameter.grad))
     for tensors in group_by_device_and_dtype(shards).values():
         _compat.foreach_clamp_(tensors, float(clip_value))
@@ -163,14 +163,6 @@ def _home_device(parameters: list[Tensor], extra_groups: Sequence[ProcessGroup])
     # A stage without parameters must use the backend that the other stages use.
     accelerator = torch.accelerator.current_accelerator(check_available=True) if extra_groups else None
     return accelerator or torch.device("cpu")
-
-
-def _without_partials(tensor: Tensor) -> Tensor:
-    """Reduce what a DTensor still has to sum up; any other tensor is returned as it is."""
-    if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)
 
 
 class _ShardingGroups:
@@ -215,7 +207,7 @@ def _bucket_local_shards(parameters: list[Tensor]) -> tuple[dict[tuple[_Ranks, .
         # Also without a gradient: the other ranks of the group may have one.
         shards.setdefault(groups.of(parameter), [])
         if parameter.grad is not None:
-            grad = _without_partials(parameter.grad)
+            grad = without_partials(parameter.grad)
             shards.setdefault(groups.of(grad), []).append(to_local(grad))
     return shards, groups
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -15,6 +15,14 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor (sharing storage with it), or a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def without_partials(tensor: Tensor) -> Tensor:
+    """Reduce what a DTensor still has to sum up; any other tensor is returned as it is."""
+    if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

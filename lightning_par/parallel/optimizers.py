@@ -1,0 +1,135 @@
+"""What optimizers need to step over sharded parameters as over whole ones, and which of them cannot.
+
+An optimizer sees each parameter as a DTensor of the full shape, so formulas that look at a whole parameter (a norm, a
+row mean) stay right. torch lacks a few operations on DTensors; `step_on_shards` supplies them while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_par.errors import Problem
+from lightning_par.parallel import _compat
+from lightning_par.parallel.shards import local_shard, to_local, without_partials
+
+T = TypeVar("T")
+
+# Element by element, so that they run on the local shards; torch has no sharding rule for them.
+_ELEMENTWISE = frozenset(
+    [
+        torch.ops.aten._fused_sgd_.default,
+        torch.ops.aten._fused_sgd_.tensor_lr,
+        torch.ops.aten._fused_adagrad_.default,
+        torch.ops.aten._fused_adagrad_.tensor_lr,
+        torch.ops.aten._foreach_copy_.default,
+        torch.ops.aten.index_put_.default,  # `x[x > 0] = number`, with a mask of the tensor's own layout
+    ]
+)
+
+
+class _ShardedOperations(TorchDispatchMode):
+    """Completes what torch lacks for the operations of optimizers on DTensors.
+
+    - A result that is a partial sum (a norm or a mean over the sharded dimension) is reduced at once: torch would keep
+      it, and refuse to change it in place.
+    - State that an optimizer made as a plain tensor is the same on all ranks; changing it in place by a DTensor works.
+    - Elementwise operations without a sharding rule run on the local shards.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ELEMENTWISE and _same_layout(args):
+            func(*_compat.map_tensors(to_local, args), **_compat.map_tensors(to_local, kwargs))
+            return args[0] if isinstance(args[0], Tensor) else None
+        target = args[0] if args else None
+        if func._schema.is_mutable and isinstance(target, Tensor) and not isinstance(target, DTensor):
+            partner = next((t for t in _compat.leaves((args, kwargs)) if isinstance(t, DTensor)), None)
+            if partner is not None:
+                mesh = partner.device_mesh
+                func(DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False), *args[1:], **kwargs)
+                return target
+        return _compat.map_tensors(without_partials, func(*args, **kwargs))
+
+
+@contextmanager
+def step_on_shards(enabled: bool = True) -> Iterator[Callable[[Callable[[], T]], Callable[[], T]]]:
+    """Let an optimizer step over DTensors, beside plain parameters too.
+
+    Example::
+
+        with step_on_shards() as outside:
+            optimizer.step(outside(closure))
+
+    Args:
+        enabled: False does nothing, for replicated parameters.
+
+    Yields:
+        A function that wraps a closure, so that forward and backward run without what is meant for the step.
+    """
+    if not enabled:
+        yield lambda closure: closure
+        return
+    mode = _ShardedOperations()
+
+    def outside(closure: Callable[[], T]) -> Callable[[], T]:
+        def call() -> T:
+            mode.__exit__(None, None, None)
+            try:
+                return closure()
+            finally:
+                mode.__enter__()
+
+        return call
+
+    with implicit_replication(), mode:
+        yield outside
+
+
+def step_problems(optimizers: Iterable[Optimizer], *, sharded: bool) -> list[Problem]:
+    """Find optimizers that cannot step over shards."""
+    if not sharded:
+        return []
+    return [
+        Problem(
+            f"{type(optimizer).__name__} makes one vector of all parameters, which are sharded",
+            "strategy='par_ddp', or another optimizer",
+            "strategy: par_ddp",
+        )
+        for optimizer in optimizers
+        if isinstance(optimizer, torch.optim.LBFGS)
+    ]
+
+
+@torch.no_grad()
+def move_state(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
+    """Give the state that an optimizer has for a parameter to the one that took its place when it was sharded."""
+    if old not in optimizer.state:
+        return
+    state = optimizer.state.pop(old)
+    optimizer.state[new] = {key: _like(value, old, new) for key, value in state.items()}
+
+
+def _like(value: Any, old: Tensor, new: Tensor) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(new, DTensor) or value.shape != old.shape:
+        return value
+    return torch.empty_like(new, dtype=value.dtype).copy_(
+        DTensor.from_local(local_shard(value.to(new.device), new), new.device_mesh, new.placements, run_check=False)
+    )
+
+
+def _same_layout(args: Any) -> bool:
+    """Whether all DTensors of a call are cut alike; in lists, those at the same place."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    # The operands of `index_put_` are one row, with its mask in a list of one.
+    rows = zip(*(x for x in lists if x), strict=False) if not isinstance(args[0], Tensor) else [_compat.leaves(args)]
+    layouts = [{(t.device_mesh, t.placements) for t in row if isinstance(t, DTensor)} for row in rows]
+    return any(layouts) and all(len(layout) <= 1 for layout in layouts)
