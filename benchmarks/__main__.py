@@ -1,0 +1,29 @@
+"""Entry point: `python -m benchmarks run data`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one benchmark; its table goes to the terminal and into the file of `--out`."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    run = parser.add_subparsers(dest="command", required=True).add_parser("run", help="run one benchmark")
+    run.add_argument("benchmark", choices=["data"], help="data: the data-parallel family")
+    run.add_argument("--rounds", type=int, default=9, help="how often each variant has its turn")
+    run.add_argument("--steps", type=int, default=1, help="optimizer steps of one turn")
+    run.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to see that it runs")
+    run.add_argument("--out", type=Path, help="a file for the table, in Markdown")
+    options = parser.parse_args(arguments)
+
+    from benchmarks import data
+
+    text = data.run(data.QUICK if options.quick else data.FULL, 2 if options.quick else options.rounds, options.steps)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The benchmarks run, compare the same work, and count right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from benchmarks import data
+from benchmarks.__main__ import main
+from benchmarks.timing import HighWater, Interval, median_interval, ratios
+from lightning_par import ParallelLayout, parallelize
+from lightning_par.testing import run_ranks
+
+
+def test_a_quick_run_fills_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table.md"
+    main(["run", "data", "--quick", "--steps", "1", "--out", str(out)])
+    text = out.read_text()
+    assert text.strip() in capsys.readouterr().out
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and "ms a step" not in line]
+    assert [row[0].removeprefix("| ") for row in rows] == list(data.VARIANTS)
+    for row in rows:
+        assert float(row[1].split()[0]) > 0
+        assert float(row[5].split()[0]) >= 0
+    assert sum(row[2] == "1" for row in rows) == 3
+    assert text.count("met") + text.count("missed") >= 5
+
+
+def units(model: nn.Module) -> list[tuple[str, bool]]:
+    return [
+        (name, fully_shard.state(m)._fsdp_param_groups[0]._reshard_after_forward)  # type: ignore[attr-defined]
+        for name, m in model.named_modules()
+        if isinstance(m, FSDPModule)
+    ]
+
+
+def both_units() -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    by_hand, ours = data.GPT(data.QUICK), data.GPT(data.QUICK)
+    data.shard_by_hand(by_hand, init_device_mesh("cpu", (2,)))
+    parallelize(ours, ParallelLayout(dp_shard_size=-1))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    by_hand(tokens).backward()
+    return units(by_hand), units(ours)
+
+
+def test_the_torch_loop_has_the_same_units() -> None:
+    by_hand, ours = run_ranks(2, both_units)[0]
+    assert len(ours) == data.QUICK.layers + 1
+    assert by_hand == ours
+
+
+def test_the_full_model_is_large_enough() -> None:
+    with torch.device("meta"):
+        model = data.GPT(data.FULL)
+    assert sum(p.numel() for p in model.parameters()) >= 30e6
+
+
+def test_intervals_enclose_the_median() -> None:
+    # The textbook's ranks for 90 %: 3rd and 9th of 11 (coverage 93.5 %), 1st and 5th of 5 (93.75 %).
+    assert median_interval(range(11)) == Interval(5, 2, 8)
+    assert median_interval([5, 3, 1, 2, 4]) == Interval(3, 1, 5)
+    assert median_interval([2.0, 1.0]) == Interval(1.5, 1.0, 2.0)
+    assert ratios([2, 4, 9], [1, 2, 3]) == Interval(2, 2, 3)
+
+
+def test_high_water_sees_what_is_gone_again() -> None:
+    memory = HighWater()
+    held = torch.ones(2**23)
+    memory.restart()
+    del held
+    before = memory.bytes()
+    torch.ones(2**24).sum()
+    assert before == pytest.approx(2**25, abs=2**21)
+    assert memory.bytes() == pytest.approx(2**26, abs=2**21)
