@@ -211,5 +211,5 @@ def test_17_a_script_ends_with_the_error_of_its_failing_rank(script: Path) -> No
     process = start(script, "fail")
     _, err = output_of(process)
     assert process.returncode != 0
-    assert "ArithmeticError: the user's error\nrank 1 saves no checkpoint" in err
+    assert "ArithmeticError: the user's error\n[rank1]: rank 1 saves no checkpoint" in err
     assert [path.name for path in script.parent.iterdir()] == [script.name]

@@ -17,8 +17,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
@@ -226,6 +226,28 @@ def test_6_clipping_spans_shards_and_plain_parameters() -> None:
         assert largest == pytest.approx([0.01] * 4)
 
 
+def clip_over_meshes(precision: str) -> list[float]:
+    """Lightning asks the precision plugin to clip; torch's own function refuses gradients of several kinds."""
+    plugin = make_trainer(2, FSDP, precision=precision).strategy.precision_plugin
+    meshes = [dist.init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in MESHES]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)] * mesh.ndim)) for mesh in meshes]
+    parameters.append(nn.Parameter(torch.ones(8)))
+    for p in parameters:
+        p.grad = torch.full_like(p, 3.0)
+    plugin.clip_gradients(torch.optim.SGD(parameters), 6.0)
+    return [float(full_tensor(p.grad)[0]) for p in parameters]
+
+
+MESHES = [((2,), ("one",)), ((2, 1), ("two", "three"))]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed"])
+def test_6_clipping_spans_meshes(precision: str) -> None:
+    """16 gradients of 3 have the norm 12."""
+    for gradients in run_ranks(2, clip_over_meshes, precision):
+        assert gradients == pytest.approx([1.5] * 3, rel=1e-5)
+
+
 # -- 7: accumulation ------------------------------------------------------------------------------------------------
 
 
@@ -248,18 +270,19 @@ class Logging(Probe):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         rank = float(dist.get_rank())
         log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True)
-        log("mean", rank, batch_size=1 + 2 * dist.get_rank())
+        log("mean", rank, batch_size=1 + dist.get_rank())
         for name in ("min", "max", "sum"):
             log(name, rank + 1, reduce_fx=name)
         return super().training_step(batch, batch_idx)
 
 
 def logged() -> dict[str, float]:
-    return {name: float(v) for name, v in fit(Logging(), data=numbers(2)).callback_metrics.items()}
+    return {name: float(v) for name, v in fit(Logging(), data=numbers(1)).callback_metrics.items()}
 
 
 def test_8_logged_values_are_weighted_by_batch_size() -> None:
-    assert run_ranks(2, logged) == [{"mean": 0.75, "min": 1.0, "max": 2.0, "sum": 6.0}] * 2
+    for found in run_ranks(2, logged):
+        assert found == pytest.approx({"mean": 2 / 3, "min": 1.0, "max": 2.0, "sum": 3.0})
 
 
 # -- 11: ranks ------------------------------------------------------------------------------------------------------
@@ -451,31 +474,3 @@ def gradients_in_every_nesting(name: str, options: dict[str, Any], every_batch: 
 )
 def test_16_no_backward_sync_nests(name: str, options: dict[str, Any], every_batch: bool) -> None:
     run_ranks(2, gradients_in_every_nesting, name, options, every_batch)
-
-
-# -- callbacks that would average shards ----------------------------------------------------------------------------
-
-
-def average_weights(strategy: str, callback: str) -> None:
-    made = StochasticWeightAveraging(1e-2, swa_epoch_start=1) if callback == "swa" else WeightAveraging()
-    fit(Probe(), strategy, max_epochs=3, callbacks=[made])
-
-
-@pytest.mark.parametrize("callback", ["swa", "ema"])
-def test_averaging_of_weights_is_refused_on_shards_only(callback: str) -> None:
-    run_ranks(2, average_weights, DDP, callback)
-    with pytest.raises(RanksFailed, match="copies the module before it is sharded"):
-        run_ranks(2, average_weights, FSDP, callback)
-
-
-def test_synchronised_batch_norm() -> None:
-    """On one rank, as torch has it on GPUs only; Lightning hands it to each strategy."""
-    run_ranks(1, synchronised_batch_norm)
-
-
-def synchronised_batch_norm() -> None:
-    module = Probe()
-    module.norm = nn.BatchNorm1d(4)
-    for _ in range(2):
-        fit(module, sync_batchnorm=True)
-        assert isinstance(module.norm, nn.SyncBatchNorm)

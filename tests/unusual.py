@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from lightning_par.parallel.shards import full_tensor
 from models import GPT, LENGTH, VOCABULARY, Block, NanoGPT
 
 WIDTH = 16
@@ -147,6 +148,24 @@ class Marked(NanoGPT):
         groups = [{"params": others, "weight_decay": 0.3}, {"params": marked, "weight_decay": 0.0}]
         assert len(marked) == 7
         return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+class Penalty(NanoGPT):
+    """Looks at its parameters in the step, as a weight penalty does."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        penalty = sum(self.whole(p.pow(2).sum()) for p in self.parameters())
+        return super().loss(batch) + 0.01 * penalty
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value
+
+
+class WholePenalty(Penalty):
+    """The same, written for sharded parameters."""
+
+    def whole(self, value: Tensor) -> Tensor:
+        return full_tensor(value)
 
 
 class Experts(nn.Module):

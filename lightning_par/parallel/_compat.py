@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import _random
+from torch.distributed.tensor import DTensor, _random
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -48,8 +48,14 @@ def finalize_fsdp(root: nn.Module) -> None:
     """Tell FSDP2 which module is the root (`FSDPState._lazy_init`, torch >= 2.6).
 
     torch does it in the first forward, and then refuses a submodule that runs before the root, as sampling code does.
+    It also takes the dtype in which a unit reduces from the parameters that are trainable then; a unit that is frozen
+    altogether and trained later needs it too (`FSDPParamGroup._orig_dtype` and `_reduce_dtype`, torch >= 2.4).
     """
     fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+    for group in fsdp_groups(root):
+        dtypes = {(p.orig_dtype, p.reduce_dtype) for p in group.fsdp_params if p.orig_dtype.is_floating_point}
+        if group._orig_dtype is None and len(dtypes) == 1:
+            [(group._orig_dtype, group._reduce_dtype)] = dtypes
 
 
 def kept_gathered(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,6 +205,21 @@ class FSDPGroup:
         """Free the gathered parameters, also while the forward of the unit runs (`_to_sharded`, torch >= 2.4)."""
         self.align()
         self._group._to_sharded()
+
+
+def read_whole_scalars() -> None:
+    """Let `item()`, `float()` and `bool()` of a DTensor give its value, where torch gives this rank's part of it.
+
+    So `grad.norm().item()` and `if grad.isnan().any():` in a hook mean what they say. It is a collective, like every
+    other operation that needs all parts (`OpDispatcher._custom_op_handlers`, torch >= 2.2; wrong until at least 2.13).
+    Left in place, as the parameters stay sharded after training.
+    """
+
+    def item(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return op(*(arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args))
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)  # type: ignore[arg-type]
 
 
 def fsdp_groups(root: nn.Module) -> list[Any]:

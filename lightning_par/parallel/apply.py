@@ -36,7 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_par.blocks import BlockPlan, find_blocks
 from lightning_par.errors import Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, capabilities, data, gradients
+from lightning_par.parallel import _compat, capabilities, data, gradients, optimizers
+from lightning_par.parallel.carried import hook_problems
 from lightning_par.parallel.materialize import capture_init
 from lightning_par.parallel.memory import (
     ActivationCheckpointing,
@@ -215,6 +216,9 @@ def parallelize(
     mesh = mesh or layout.build_mesh(device.type if device else _default_device_type())
     device = device or _current_device(mesh.device_type)
 
+    problems = Problems()
+    problems.extend(hook_problems(module))
+    problems.raise_if_any()
     plan = plan_blocks(module, options, needed=not replicated)
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
@@ -239,6 +243,7 @@ def parallelize(
     if handle.units is not None:
         data.register_forward_methods(module, handle.units, forward_methods)
         _compat.finalize_fsdp(module)
+        _compat.read_whole_scalars()
     stop_watching = data.watch_for_bypassed_blocks(module, plan) if handle.sharded else lambda: None
     result = Parallelized(
         module, layout, mesh, plan, policy, options, handle, checkpointed, names_before, stop_watching
@@ -346,27 +351,31 @@ def parallelized(module: nn.Module) -> Parallelized | None:
 def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallelized]) -> None:
     """Point an optimizer that was built before sharding to the parameters of the sharded modules, by name.
 
+    State that it has already goes with them.
+
     Raises:
-        ParallelConfigError: If it holds a parameter of none of the modules, or has state for parameters that are gone.
+        ParallelConfigError: If it holds a parameter of none of the modules, or cannot step over shards.
     """
+    for handle in handles:
+        handle.data.reshard()
     now = [dict(handle.module.named_parameters()) for handle in handles]
     current = {param for names in now for param in names.values()}
-    strange, moved = [], False
+    strange, valueless = [], 0
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            if param in current:
-                continue
             found = (
                 names[handle._names_before[param]]
                 for handle, names in zip(handles, now, strict=True)
                 if handle._names_before.get(param) in names
             )
-            replacement = next(found, None)
+            replacement = param if param in current else next(found, None)
             if replacement is None:
                 strange.append(tuple(param.shape))
+            elif optimizers.has_state_on_meta(optimizer, param):
+                valueless += 1
             else:
+                optimizers.move_state(optimizer, param, replacement)
                 group["params"][i] = replacement
-                moved = True
     problems = Problems()
     if strange:
         modules = ", ".join(type(handle.module).__name__ for handle in handles)
@@ -375,12 +384,13 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
             f"{modules}, so they would not be trained together",
             "build the optimizer from the parameters of the module that is trained",
         )
-    if moved and optimizer.state:
+    if valueless:
         problems.add(
-            f"{type(optimizer).__name__} was built before the module was sharded and has state for "
-            f"{len(optimizer.state)} parameters already",
-            "build the optimizer after sharding and load its state from a checkpoint",
+            f"{type(optimizer).__name__} was built when its parameters were on the meta device, and its state for "
+            f"{valueless} of them has no value",
+            "build the optimizer in configure_optimizers",
         )
+    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.data.sharded for handle in handles)))
     problems.raise_if_any()
 
 

@@ -39,6 +39,7 @@ from lightning_par.blocks import BlockPlan
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelMesh
 from lightning_par.parallel import _compat
+from lightning_par.parallel.carried import carry_over, refuse_copies
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
 from lightning_par.parallel.units import Units
@@ -116,10 +117,20 @@ class DataParallel:
         if self.units is not None:
             self.units.finish_backward(complete=not self._accumulating)
 
+    def finish_evaluation(self) -> None:
+        """Call at the end of an evaluation: frees gathered parameters, and compares what the ranks ran."""
+        self.reshard()
+        if self.units is not None:
+            self.units.finish_evaluation()
+
     def before_reduce_of_user(self) -> None:
         """Call before the data ranks reduce something that is not this module's; see `Units`."""
         if self.units is not None:
             self.units.before_reduce_of_user()
+
+    def explain_failure(self) -> ParallelConfigError | None:
+        """After a collective failed: whether the ranks ran different units; see `UnitOrder.explain_failure`."""
+        return self.units.explain_failure() if self.units is not None else None
 
     def reshard(self) -> None:
         """Free all gathered parameters, so that the module holds its sharded ones (before a step, a save, a load)."""
@@ -202,30 +213,17 @@ def shard(
         fp32_norms=policy.autocast is not None,
         offload=_offload_policy(mesh, cpu_offload),
     )
-    restore = _noted(module)
+    restore = carry_over(module)
     for name in plan.names:
         units.add([module.get_submodule(name)], reshard_after_forward)
     for names in units_beside_blocks(module, plan, freed=bool(reshard_beside_blocks)):
         units.add([module.get_submodule(name) for name in names], reshard_beside_blocks)
     units.add([module], False, is_root=True)
     restore()
+    refuse_copies(module)
     stray = [p for p in module.parameters() if p in units.ignored]
     reducer = GradientReducer(stray, mesh.group("data")) if stray else None
     return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer, Units(module, mesh.group("data")))
-
-
-def _noted(module: nn.Module) -> Callable[[], None]:
-    """Note what the user has put on parameters (attributes, gradient hooks); the result puts it on the new ones."""
-    notes = {name: (dict(vars(param)), _compat.gradient_hooks(param)) for name, param in module.named_parameters()}
-
-    def restore() -> None:
-        for name, param in module.named_parameters():
-            attributes, hooks = notes[name]
-            vars(param).update(attributes)
-            if hooks is not None:
-                _compat.set_gradient_hooks(param, hooks)
-
-    return restore
 
 
 def units_beside_blocks(module: nn.Module, plan: BlockPlan, *, freed: bool) -> list[tuple[str, ...]]:

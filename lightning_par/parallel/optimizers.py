@@ -6,12 +6,12 @@ row mean) stay right. torch lacks a few operations on DTensors; `step_on_shards`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
@@ -94,35 +94,43 @@ def step_on_shards(enabled: bool = True) -> Iterator[Callable[[Callable[[], T]],
         yield outside
 
 
-def step_problems(optimizers: Iterable[Optimizer], *, sharded: bool) -> list[Problem]:
-    """Find optimizers that cannot step over shards."""
-    if not sharded:
+def step_problems(optimizer: Optimizer, *, sharded: bool) -> list[Problem]:
+    """Find out whether an optimizer cannot step over shards."""
+    if not sharded or not isinstance(optimizer, torch.optim.LBFGS):
         return []
     return [
         Problem(
-            f"{type(optimizer).__name__} makes one vector of all parameters, which are sharded",
+            f"{type(optimizer).__name__} makes one vector of all parameters, and they are sharded",
             "strategy='par_ddp', or another optimizer",
             "strategy: par_ddp",
         )
-        for optimizer in optimizers
-        if isinstance(optimizer, torch.optim.LBFGS)
     ]
 
 
 @torch.no_grad()
-def move_state(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
-    """Give the state that an optimizer has for a parameter to the one that took its place when it was sharded."""
-    if old not in optimizer.state:
-        return
-    state = optimizer.state.pop(old)
-    optimizer.state[new] = {key: _like(value, old, new) for key, value in state.items()}
+def move_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
+    """Give the state that an optimizer has for a parameter to what has become of it: on a device, or sharded."""
+    state = optimizer.state.pop(old, None)
+    if state is not None:
+        optimizer.state[new] = {key: _like(key, value, old, new) for key, value in state.items()}
 
 
-def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(new, DTensor) or value.shape != old.shape:
+def has_state_on_meta(optimizer: Optimizer, param: Tensor) -> bool:
+    """Whether an optimizer has state for a parameter that nothing gives a value to."""
+    values = optimizer.state.get(param, {}).values()
+    return any(isinstance(value, Tensor) and value.is_meta for value in values)
+
+
+def _like(key: str, value: Any, old: Tensor, new: Tensor) -> Any:
+    # torch keeps the number of steps where it wants it.
+    if not isinstance(value, Tensor) or key == "step":
         return value
-    return torch.empty_like(new, dtype=value.dtype).copy_(
-        DTensor.from_local(local_shard(value.to(new.device), new), new.device_mesh, new.placements, run_check=False)
+    value = value.to(new.device)
+    if not isinstance(new, DTensor) or isinstance(value, DTensor) or value.shape != old.shape:
+        return value
+    shard = local_shard(value, new)
+    return DTensor.from_local(
+        shard, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
     )
 
 

@@ -69,13 +69,13 @@ class UnitOrder:
         self._hash = (self._hash * 1_000_003 + event + 1) % 256**DIGEST_BYTES
         if len(self._trail) < _TRAIL_LENGTH:
             self._trail.append(event)
-        training = torch.is_grad_enabled() or _compat.in_backward()
+        if self._departure is None:
+            self._follow(event)
+        training = kind != GATHER or torch.is_grad_enabled() or _compat.in_backward()
         first_step = training and True not in self._usual and len(self._trail) < _TRAIL_LENGTH
         if first_step or self._compared[training] < _COMPARED_PER_UNIT[training] * len(self._names):
             self._compared[training] += 1
             self._compare(event)
-        elif self._departure is None:
-            self._follow(event)
 
     def _follow(self, event: int) -> None:
         place = len(self._trail) - 1

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_par.errors import ParallelConfigError
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import _compat
 from lightning_par.parallel.order import DIGEST_BYTES, ELSEWHERE, END, GATHER, REDUCE, UnitOrder
 
@@ -112,7 +112,21 @@ class Units:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Call before a backward that may begin inside the root's forward, such as a manual one in a training step."""
+        """Call before a backward that may begin inside the root's forward, such as a manual one in a training step.
+
+        Raises:
+            ParallelConfigError: If the loss depends on shards beside what the units gather.
+        """
+        if isinstance(loss, DTensor):
+            raise ParallelConfigError(
+                Problem(
+                    f"the loss is a DTensor: the step of {_class_name(self._root)} computes with parameters of blocks "
+                    "outside of the blocks' forward, where they are sharded, as a weight penalty does",
+                    "weight_decay of the optimizer, or lightning_par.parallel.shards.full_tensor(penalty) on the value "
+                    "of each parameter, or strategy='par_zero2', where parameters stay whole in the step",
+                    "strategy: par_zero2",
+                )
+            )
         if (self._inside or self._strayed) and isinstance(loss, Tensor) and loss.requires_grad:
             _compat.announce_backward(self._root, loss)
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero
+from lightning.pytorch.utilities import grads, rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from lightning_par.parallel.shards import full_tensor
 
 
 def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
@@ -83,6 +88,36 @@ def batches_to_evaluate(loop: Any) -> list[int | float]:
         return list(loop.max_batches)
     length = sized_len(combined)
     return [float("inf") if length is None else length]
+
+
+def log_whole_values() -> Callable[[], None]:
+    """Let `self.log` and Lightning's `grad_norm` take DTensors, which parameters and gradients are beside the steps.
+
+    Needs `_ResultMetric.update` to be given what is logged, and `torch.tensor` to be how `grad_norm` collects norms
+    (lightning 2.6). Both are called by all ranks, as the values are.
+
+    Returns:
+        A function that undoes it.
+    """
+    update = result._ResultMetric.update
+
+    def update_whole(self: Any, value: Any, batch_size: int) -> None:
+        update(self, full_tensor(value) if isinstance(value, Tensor) else value, batch_size)
+
+    class TorchOfWholeValues:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def tensor(self, values: list[Tensor]) -> Tensor:
+            return torch.stack([full_tensor(value) for value in values])
+
+    def undo() -> None:
+        result._ResultMetric.update = update  # type: ignore[method-assign]
+        grads.torch = torch  # type: ignore[attr-defined]
+
+    result._ResultMetric.update = update_whole  # type: ignore[method-assign]
+    grads.torch = TorchOfWholeValues()  # type: ignore[attr-defined, assignment]
+    return undo
 
 
 def logged_step(trainer: Any) -> int:

@@ -20,6 +20,7 @@ from lightning_par import checkpoint as ckpt
 from lightning_par.parallel import apply
 from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_par.parallel.materialize import deferred_init
+from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.strategies.precision import fabric_plugin
 from lightning_par.strategies.presets import (
     DataParallelDefaults,
@@ -109,10 +110,20 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        for handle in self._handles:
+        closure = kwargs.pop("closure", None)
+
+        def closure_then_reshard() -> Any:
+            result = None if closure is None else closure()
             # Parameters still gathered from a forward without backward would be stale after the step.
-            handle.data.reshard()
-        return super().optimizer_step(optimizer, **kwargs)
+            for handle in self._handles:
+                handle.data.reshard()
+            return self._same_loss(optimizer, result)
+
+        if closure is None:
+            closure_then_reshard()
+        with step_on_shards(any(handle.data.sharded for handle in self._handles)) as outside:
+            with_closure = {} if closure is None else {"closure": outside(closure_then_reshard)}
+            return super().optimizer_step(optimizer, **with_closure, **kwargs)
 
     @override
     def clip_gradients_norm(

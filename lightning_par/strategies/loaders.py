@@ -113,15 +113,19 @@ class _Shortened(_View):
 class _Agreeing(_View):
     """Iterators end on all ranks together.
 
-    The ranks ask each other before every batch but the first, so that a look at one batch on one rank is no collective.
+    The ranks ask each other before every batch but the first, so that a look at one batch on one rank is no collective;
+    about the first one they ask when the Trainer begins.
     """
+
+    _begins: bool
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()  # type: ignore[misc]
+        begins, type(self)._begins = self._begins, False
         done, end = 0, object()
         while True:
             batch = next(batches, end)
-            if done or batch is end:
+            if begins or done or batch is end:
                 having = [n for (n,) in _gather([int(batch is not end)], self._group)]
                 if not all(having):
                     self._stop(having, done)
@@ -161,7 +165,8 @@ def _view(
         loader = _Iterable(loader)
     kinds = [kind for kind, wanted in ((_Agreeing, agreeing), (_Shortened, length is not None)) if wanted]
     cls = type(loader)
-    view: Any = object.__new__(type(cls.__name__, (*kinds, cls), {"_group": group, "_stage": stage, "_length": length}))
+    members = {"_group": group, "_stage": stage, "_length": length, "_begins": True}
+    view: Any = object.__new__(type(cls.__name__, (*kinds, cls), members))
     view.__dict__ = loader.__dict__
     return view
 

@@ -30,6 +30,7 @@ from lightning_par.parallel import apply
 from lightning_par.parallel.memory import ActivationCheckpointing
 from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
 from lightning_par.parallel.report import explain
+from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import _compat
 from lightning_par.strategies.loaders import DataRanks
 
@@ -277,6 +278,12 @@ class MeshShell:
             handle.data.units.announced = True
         return handle
 
+    def _same_loss(self, optimizer: Any, loss: Any) -> Any:
+        """The loss by which an optimizer decides, the same on all ranks, so that they decide alike."""
+        if not isinstance(optimizer, torch.optim.LBFGS) or not isinstance(loss, Tensor):
+            return loss
+        return self.reduce(loss.detach().clone())
+
     def explain(self, module: nn.Module, world_size: int) -> str:
         """Say what this strategy would do to a module on that many processes; needs no process group."""
         return explain(module, self._requested_layout(), self.policy, self._options, world_size)
@@ -333,6 +340,7 @@ class MeshShell:
             for handle in self._handles:
                 handle.data.before_reduce_of_user()
         group = group or self.mesh.group("data")
+        tensor = full_tensor(tensor)
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -354,7 +362,7 @@ class MeshShell:
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of the same shape from all data ranks, stacked on a new first dimension."""
         self._before_collective()
-        return _compat.all_gather(tensor, group or self.mesh.group("data"), sync_grads)
+        return _compat.all_gather(full_tensor(tensor), group or self.mesh.group("data"), sync_grads)
 
 
 def _merge_blocks(blocks: Any, auto_wrap_policy: Any) -> Any:

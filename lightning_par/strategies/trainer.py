@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -27,6 +28,7 @@ from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.materialize import deferred_init
+from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.strategies import _compat, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
@@ -49,6 +51,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def _init_host(self) -> None:
         self._run = ""
+        self._undo: list[Callable[[], None]] = []
         self._met_after_exception = False
         self._turns: loaders.Turns | None = None
         self._alone = False
@@ -140,6 +143,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
         self._connect_metrics()
+        if self.parallelized.data.sharded:
+            self._undo.append(_compat.log_whole_values())
         self.barrier("parallelised")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -206,9 +211,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             result = closure()
             # A step changes the shards: parameters still gathered from a forward without backward would be stale.
             self.parallelized.data.reshard()
-            return result
+            return self._same_loss(optimizer, result)
 
-        return super().optimizer_step(optimizer, closure_then_reshard, model, **kwargs)
+        with step_on_shards(self.parallelized.data.sharded) as outside:
+            return super().optimizer_step(optimizer, outside(closure_then_reshard), model, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -295,15 +301,15 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.parallelized.data.reshard()
+        self.parallelized.data.finish_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self.parallelized.data.reshard()
+        self.parallelized.data.finish_evaluation()
 
     @override
     def on_predict_end(self) -> None:
-        self.parallelized.data.reshard()
+        self.parallelized.data.finish_evaluation()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -402,6 +408,16 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to the error of a collective what the ranks did differently before it."""
+        collective_failed = isinstance(exception, RuntimeError) and not isinstance(exception, torch.OutOfMemoryError)
+        for handle in self._handles if collective_failed and dist.is_initialized() else ():
+            found = handle.data.explain_failure()
+            if found is not None:
+                exception.add_note(str(found))
+        super().on_exception(exception)
+
+    @override
     def _before_collective(self) -> None:
         """Raise where other ranks will not come: in a batch that they do not have, after an exception on this one."""
         if self._alone:
@@ -430,6 +446,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Leave the sharded module where it is and usable; the process group ends with the process."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        while self._undo:
+            self._undo.pop()()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
