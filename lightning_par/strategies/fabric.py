@@ -21,7 +21,7 @@ from lightning_par.parallel import apply
 from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
-from lightning_par.strategies.precision import fabric_plugin
+from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
     DataParallelDefaults,
     FSDP2Defaults,
@@ -91,7 +91,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         handle = self._parallelize(module, ())
         if handle not in self._handles:
             self._handles.append(handle)
-        return _GatheredRoot(module) if handle.data.sharded else module
+        return _GatheredRoot(module, self.precision) if handle.data.sharded else module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -252,12 +252,19 @@ class _GatheredRoot(nn.Module):
     only, and that is where FSDP2 gathers the parameters that belong to no block.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
         super().__init__()
         self.module = module
+        self._precision = precision
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        forward = self.module.forward
+        # Fabric puts a method that it sends through `forward` in its place for the call.
+        redirected = getattr(forward, "__func__", forward) is not type(self.module).forward
+        result = self.module(*args, **kwargs)
+        if redirected and isinstance(self._precision, FabricDouble):
+            self._precision.keep_next_output = True
+        return result
 
 
 def _bare(module: nn.Module) -> nn.Module:

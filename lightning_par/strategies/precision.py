@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from lightning.fabric.plugins.precision import DoublePrecision as FabricDoublePrecision
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -53,6 +54,23 @@ class ParallelDoublePrecision(_GlobalClipping, DoublePrecision):
     """`64-true`."""
 
 
+class FabricDouble(FabricDoublePrecision):
+    """`64-true` in Fabric: what a step method returns keeps its dtype, as in one process.
+
+    Attributes:
+        keep_next_output: Set by the module that Fabric calls when it runs a method in place of `forward`. Fabric casts
+            the outputs of all that goes through `forward`; step methods do so only where a strategy wraps the module.
+    """
+
+    keep_next_output = False
+
+    def convert_output(self, data: Any) -> Any:
+        if self.keep_next_output:
+            self.keep_next_output = False
+            return data
+        return super().convert_output(data)
+
+
 # What Lightning makes from `precision=` -> what takes its place. Anything else has semantics of its own.
 _SUPPORTED = {"32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"}
 
@@ -81,6 +99,8 @@ def trainer_plugin(plugin: Precision, device_type: str, autocast: bool) -> Preci
 def fabric_plugin(plugin: FabricPrecision, device_type: str, autocast: bool) -> FabricPrecision:
     """The same for Fabric, which asks its strategy to clip; only the scaler and `autocast=False` need a change."""
     name = _supported_name(plugin, (FabricPrecision,))
+    if name == "64-true":
+        return FabricDouble()
     if not isinstance(plugin, FabricMixedPrecision):
         return plugin
     if not autocast and name == "bf16-mixed":
