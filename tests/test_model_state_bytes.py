@@ -102,7 +102,9 @@ def test_bytes_follow_the_formula(stage: str, accumulate: int, precision: str) -
         assert total == pytest.approx(expected.total, rel=0.05), f"batch {batch}, {phase}: {measured} and {expected}"
         # Beside the model's state Python sees only the batch and the loss; before backward also some activations.
         assert total <= live
-        assert phase == "end of forward" or live <= total * 1.01
+        # A thread of gloo may let go of the last bucket of gradients a little after backward.
+        bucket = 4 * numel if stage == "ddp" else 0
+        assert phase == "end of forward" or live <= total * 1.01 + bucket
         checked.add((first, last, phase))
     assert len(checked) == 2 * accumulate + 1
     assert {phase for _, _, phase in checked} == set(PHASES)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.connectors import data_connector
@@ -137,3 +138,8 @@ def set_rank(rank: int) -> None:
     """Tell both packages' `rank_zero_only` who this process is (an attribute of the function, lightning >= 1.0)."""
     for module in (rank_zero, fabric_rank_zero):
         module.rank_zero_only.rank = rank
+
+
+def set_device(module: Any, device: torch.device) -> None:
+    """Set what `self.device` says in a LightningModule and those inside it (`_update_properties`, lightning >= 2.2)."""
+    _update_properties(module, device=device)

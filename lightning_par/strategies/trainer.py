@@ -142,6 +142,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             module = self._layer_sync.apply(module)
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
+        # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
+        _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
         if self.parallelized.data.sharded:
             self._undo.append(_compat.log_whole_values())
