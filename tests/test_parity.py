@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_par.testing import RanksFailed, run_ranks
-from parity import Run, assert_same_training, train
+from models import Tokens
+from parity import Run, assert_same_training, build_strategy, make_trainer, train
 
 LAYOUTS = {
     "ddp": (2, ("DataParallelStrategy", {})),
@@ -101,3 +103,24 @@ def test_reshard_over_fewer_ranks() -> None:
 def test_single_precision(layout: str) -> None:
     ranks, spec = LAYOUTS[layout]
     assert_same_training(Run(accumulate=2, clip=0.05, precision="32-true"), ranks, spec)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_without_batch_idx(layout: str) -> None:
+    ranks, spec = LAYOUTS[layout]
+    assert_same_training(Run(model="short-steps", accumulate=2), ranks, spec)
+
+
+def evaluate_short_steps(spec: tuple[str, dict[str, object]]) -> tuple[float, int]:
+    trainer = make_trainer(2, build_strategy(spec, "trainer"), use_distributed_sampler=True)
+    module = Run(model="short-steps").build()
+    data = DataLoader(Tokens(12), batch_size=2)
+    metrics = trainer.validate(module, data, verbose=False)[0]
+    return metrics["val_loss"], len(trainer.predict(module, data))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_evaluation_steps_without_batch_idx(layout: str) -> None:
+    (first, batches), (second, _) = run_ranks(2, evaluate_short_steps, LAYOUTS[layout][1])
+    assert first == second > 0
+    assert batches == 3

@@ -364,6 +364,8 @@ def register_forward_methods(module: nn.Module, units: Units, names: Iterable[st
         if callable(method):
             setattr(module, name, units.counted_as_forward(_compat.kept_gathered(module, method)))
             register_fsdp_forward_method(module, name)
+            # Whoever asks for the signature unwraps once: Lightning passes a step the arguments that it names.
+            getattr(module, name).__func__.__wrapped__ = getattr(method, "__wrapped__", method)
 
 
 def watch_for_bypassed_blocks(module: nn.Module, plan: BlockPlan) -> Callable[[], None]:
