@@ -498,15 +498,17 @@ def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_tells_every_rank(
     assert read_meta(path) == {"which": "first"}
 
 
-@pytest.mark.parametrize("kind", ["nothing", "file", "directory", "link"])
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty directory", "checkpoint", "link"])
 def test_what_had_the_name_is_replaced(tmp_path: Path, kind: str) -> None:
     path, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
     if kind == "file":
         path.write_text("a file")
-    elif kind == "directory":
+    elif kind == "empty directory":
         path.mkdir()
+    elif kind == "checkpoint":
+        save_sharded(path, model=model_state(nn.Linear(2, 2)))
         (path / "leftover").touch()
     elif kind == "link":
         path.symlink_to(elsewhere)
@@ -518,6 +520,15 @@ def test_what_had_the_name_is_replaced(tmp_path: Path, kind: str) -> None:
     assert sorted(f.name for f in path.iterdir()) == [".metadata", "__0_0.distcp", "meta.pt", "random_00000.pt"]
     assert sorted(f.name for f in tmp_path.iterdir()) == ["c", "elsewhere"]
     assert (elsewhere / "kept").exists()
+
+
+def test_a_directory_of_other_things_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "results.csv").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"holds other things than a checkpoint \(results\.csv"):
+        save_sharded(tmp_path / "runs", model=model_state(nn.Linear(2, 2)))
+    assert [f.name for f in tmp_path.iterdir()] == ["runs"]
+    assert (tmp_path / "runs" / "results.csv").read_text() == "precious"
 
 
 def test_a_failure_at_the_last_moment_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:

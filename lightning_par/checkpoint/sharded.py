@@ -99,7 +99,8 @@ def save_sharded(
             this process saves alone.
 
     Raises:
-        CheckpointError: If any rank could not write, naming the ranks and causes.
+        CheckpointError: If any rank could not write, naming the ranks and causes; or if `path` is a directory of other
+            things, which is left as it is.
     """
     ranks = _Ranks.of(process_group)
     target = _local_path(path)
@@ -110,6 +111,7 @@ def save_sharded(
     def prepare() -> None:
         refuse_dtensors(record, "the content of meta.pt")
         if ranks.rank == 0:
+            _refuse_to_replace_other_things(target)
             _remove(temporary)
             temporary.mkdir(parents=True)
 
@@ -446,6 +448,19 @@ def _commit(temporary: Path, target: Path) -> None:
             os.rename(previous, target)
         raise
     _remove(previous)
+
+
+def _refuse_to_replace_other_things(target: Path) -> None:
+    """A directory is replaced if it is empty or a checkpoint (of this package, or written by torch)."""
+    if target.is_symlink() or not target.is_dir() or (target / ".metadata").is_file():
+        return
+    content = sorted(os.listdir(target))
+    if content:
+        raise CheckpointError(
+            f"{target} is a directory that holds other things than a checkpoint ({', '.join(content[:3])}, ...), which "
+            "saving would delete. Name the checkpoint itself, for example "
+            f"{target / 'last.ckpt'}."
+        )
 
 
 def _remove(path: Path) -> None:
