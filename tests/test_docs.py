@@ -68,8 +68,10 @@ def test_all_problems_come_at_once() -> None:
     with pytest.raises(ParallelConfigError) as error:
         check(
             ParallelLayout(tp_size=3, dp_shard_size=2),
-            ParallelOptions(activation_checkpointing="some", sync_every_batch=3),  # type: ignore[arg-type]
+            ParallelOptions(zero_stage=7, activation_checkpointing="some", sync_every_batch=3),  # type: ignore[arg-type]
             resolve_precision("32-true"),
             4,
         )
-    assert len(error.value.problems) >= 4
+    assert len(error.value.problems) >= 5
+    for word in ("zero_stage is 7", "'some'", "sync_every_batch is 3", "tensor parallelism"):
+        assert word in str(error.value)

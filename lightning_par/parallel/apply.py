@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -104,7 +104,8 @@ class ParallelOptions:
         problems = Problems()
         if self.zero_stage not in (1, 2, 3) or isinstance(self.zero_stage, bool):
             problems.add(f"zero_stage is {self.zero_stage!r}; the stages are 1, 2 and 3", "zero_stage=3")
-            return list(problems)
+            # The rest is checked as the fix would have it.
+            return [*problems, *replace(self, zero_stage=3).problems(layout, policy)]
         if self.sync_every_batch not in (True, False, "auto"):
             problems.add(
                 f"sync_every_batch is {self.sync_every_batch!r}; it is True, False or 'auto'", "sync_every_batch='auto'"
