@@ -419,3 +419,35 @@ def dtypes_of(precision: str, layout: ParallelLayout) -> tuple[str, str]:
 def test_a_raw_loop_gets_the_dtypes_of_its_policy(layout: str) -> None:
     assert run_ranks(2, dtypes_of, "bf16-true", LAYOUTS[layout])[0] == ("torch.bfloat16", "torch.bfloat16")
     assert run_ranks(2, dtypes_of, "bf16-mixed", LAYOUTS[layout])[0] == ("torch.float32", "torch.float32")
+
+
+class SometimesScaled(nn.Module):
+    """Rank 0 alone uses the 0-dim parameter, which FSDP2 cannot cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, scaled: bool) -> Tensor:
+        logits = self.model(x)
+        return F.cross_entropy((logits * self.scale if scaled else logits).flatten(0, 1), x.flatten())
+
+
+def scalar_on_one_rank(layout: ParallelLayout) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, alone = build(cls=SometimesScaled), build(cls=SometimesScaled)
+    par = parallelize(model, layout, "64-true")
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(batch(step * ranks + rank), scaled=rank == 0).backward()
+        par.finish_backward()
+        for r in range(ranks):
+            (alone(batch(step * ranks + r), scaled=r == 0) / ranks).backward()
+        assert_equal_gradients(gradients(model), gradients(alone))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scalar_parameter_that_one_rank_uses(layout: str) -> None:
+    run_ranks(2, scalar_on_one_rank, LAYOUTS[layout], timeout=30.0)

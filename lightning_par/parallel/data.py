@@ -222,7 +222,7 @@ def shard(
     restore()
     refuse_copies(module)
     stray = [p for p in module.parameters() if p in units.ignored]
-    reducer = GradientReducer(stray, mesh.group("data")) if stray else None
+    reducer = GradientReducer(stray, mesh.group("data"), overlap=False) if stray else None
     return DataParallel(module, mesh, zero_stage, sync_every_batch, reducer, Units(module, mesh.group("data")))
 
 

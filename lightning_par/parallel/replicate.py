@@ -47,6 +47,8 @@ class GradientReducer:
         group: The data ranks.
         reduce_dtype: Dtype on the wire; None keeps that of the gradient.
         bucket_bytes: Size at which a bucket is closed.
+        overlap: Send during backward. False waits for `finish`, for gradients beside those of another reduction on the
+            same ranks: a rank that lacks one would meet that other reduction in a different order, and all would hang.
 
     Attributes:
         enabled: While False, gradients stay local and accumulate; the next backward with True averages the sum.
@@ -59,6 +61,7 @@ class GradientReducer:
         *,
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
     ) -> None:
         self.enabled = True
         self._group = group
@@ -70,7 +73,8 @@ class GradientReducer:
         self._running = False
         self._finished_by_backward = False
         self._next = 0
-        self._handles = [self._listen(p) for p in unique if p.is_floating_point() or p.is_complex()]
+        heard = [p for p in unique if p.is_floating_point() or p.is_complex()] if overlap else []
+        self._handles = [self._listen(p) for p in heard]
 
     def _listen(self, param: nn.Parameter) -> RemovableHandle:
         # A parameter that is frozen now may be trained later (a finetuning schedule); torch wants it trainable here.
