@@ -36,5 +36,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if "lightning.pytorch" in sys.modules or "lightning.fabric" in sys.modules:
+if sys.modules.keys() & {"lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"}:
     importlib.import_module("lightning_par.strategies")

@@ -239,7 +239,7 @@ def evaluated(strategy: str, samples: list[int], batch_size: int, **options: Any
     with warned() as count:
         run = trainer(strategy, use_distributed_sampler=True)
         run.test(module, [numbers(n, batch_size, **options) for n in samples], verbose=False)
-    return dict(module.seen), {k: float(v) for k, v in run.callback_metrics.items()}, count("evaluated twice")
+    return dict(module.seen), {k: float(v) for k, v in run.callback_metrics.items()}, count("used twice")
 
 
 @pytest.mark.parametrize("strategy", TWO)
@@ -286,6 +286,66 @@ def test_a_rank_with_more_batches_evaluates_them_all(strategy: str, counts: list
             assert seen == expected, how
             if how == "predict":
                 assert sorted(rest) == expected
+
+
+@pytest.mark.slow
+def test_three_ranks_with_different_numbers_of_batches() -> None:
+    counts = [[3, 1, 2], [1, 2, 2]]
+    for how in ("fit", "test", "predict"):
+        for rank, (seen, _) in enumerate(run_ranks(3, evaluate_own, "par_fsdp", counts, how)):
+            assert seen == sorted([10 * rank + i for c in counts for i in range(c[rank])])
+
+
+class Short(Probe):
+    """Its steps name only the arguments that they use."""
+
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss(batch, "train")
+
+    def validation_step(self, batch: Tensor) -> None:  # type: ignore[override]
+        self.loss(batch, "val")
+
+    def predict_step(self, batch: Tensor) -> list[int]:  # type: ignore[override]
+        return batch.tolist()
+
+
+class Decorated(Short):
+    @torch.enable_grad()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        assert batch_idx == len(self.seen["train"])
+        return self.loss(batch, "train")
+
+
+def run_short_steps(strategy: str) -> list[Any]:
+    found: list[Any] = []
+    for module in (Short(), Decorated()):
+        run = trainer(strategy)
+        run.fit(module, numbers(2), numbers(2))
+        found += [module.seen["train"], module.seen["val"], run.predict(module, numbers(2))]
+    return found
+
+
+@pytest.mark.parametrize("strategy", TWO)
+def test_steps_get_the_arguments_that_they_name(strategy: str) -> None:
+    assert run_ranks(2, run_short_steps, strategy) == [[[0, 1], [0, 1], [[0], [1]]] * 2] * 2
+
+
+class Fetches(Probe):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch, "train")
+
+
+def fetch(strategy: str) -> list[int]:
+    module = Fetches()
+    trainer(strategy).fit(module, DataLoader(Stream(4, 3)))
+    return module.seen["train"]
+
+
+def test_a_step_that_takes_its_batches_itself() -> None:
+    assert run_ranks(2, fetch, "par_fsdp", timeout=20) == [[0, 1, 2], [100, 101, 102]]
 
 
 def test_validation_in_a_fit_has_the_mean_over_all_samples() -> None:

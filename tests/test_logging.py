@@ -178,6 +178,9 @@ class LogsGradients(Probe):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.log("inf", self.first.weight.norm(float("inf")))
+        weight = self.blocks[0][0].weight  # type: ignore[index]
+        self.log("norm as a number", weight.norm().item())
+        self.log("one is the largest", float(bool((weight >= weight.max()).any())))
 
 
 def log_gradients(strategy: str) -> tuple[dict[str, float], list[float]]:

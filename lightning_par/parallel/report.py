@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_par.blocks import BlockPlan
 from lightning_par.layout import ParallelLayout
@@ -44,6 +45,17 @@ def explain(
         ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage)),
     ]
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections)
+
+
+def sizes(module: nn.Module) -> str:
+    """Say how large a sharded module is, and how much of it this rank holds."""
+    params = list(module.parameters())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+    whole, here = (sum(p.numel() * p.element_size() for p in tensors) for tensors in (params, local))
+    return (
+        f"{sum(p.numel() for p in params):,} parameters ({human(whole)}), of which this rank holds "
+        f"{sum(p.numel() for p in local):,} ({human(here)})"
+    )
 
 
 def _sharding(module: nn.Module, plan: BlockPlan, options: ParallelOptions, replicated: bool) -> str:

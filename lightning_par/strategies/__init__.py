@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_par.strategies import fabric
+from lightning_par.strategies import _compat, fabric, foreign
 from lightning_par.strategies.presets import DataParallelDefaults, FSDP2Defaults, HSDPDefaults, ZeRODefaults
 from lightning_par.strategies.trainer import MeshStrategy
 
@@ -46,11 +46,15 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def register() -> None:
     """Make the preset names known to both of Lightning's registries; calling it again changes nothing."""
+    for_trainer, for_fabric = {}, {}
     for name, (class_name, options) in _PRESETS.items():
         trainer_class = globals()[class_name]
         description = (trainer_class.__doc__ or "").splitlines()[0]
         StrategyRegistry.register(name, trainer_class, description, override=True, **options)
         STRATEGY_REGISTRY.register(name, getattr(fabric, class_name), description, override=True, **options)
+        for_trainer[name], for_fabric[name] = trainer_class, getattr(fabric, class_name)
+    foreign.register(for_trainer, for_fabric)
+    _compat.before_checking_the_module(lambda module: foreign.refuse([("module", module)]))
 
 
 register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -119,6 +122,23 @@ def log_whole_values() -> Callable[[], None]:
     result._ResultMetric.update = update_whole  # type: ignore[method-assign]
     grads.torch = TorchOfWholeValues()  # type: ignore[attr-defined, assignment]
     return undo
+
+
+def before_checking_the_module(check: Callable[[Any], None]) -> None:
+    """Call `check` with each module given to a Trainer that is no LightningModule, before the Trainer refuses it.
+
+    The Trainer says no more than that it is none (`_maybe_unwrap_optimized` in `pytorch/trainer/trainer.py`, 2.6).
+    """
+    module: Any = trainer_module
+    original = getattr(module._maybe_unwrap_optimized, "__wrapped__", module._maybe_unwrap_optimized)
+
+    @functools.wraps(original)
+    def unwrap(model: Any) -> Any:
+        if not isinstance(model, LightningModule):
+            check(model)
+        return original(model)
+
+    module._maybe_unwrap_optimized = unwrap
 
 
 def logged_step(trainer: Any) -> int:

@@ -21,6 +21,8 @@ from lightning_par.parallel import apply
 from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
+from lightning_par.strategies import foreign
+from lightning_par.strategies.loaders import spread_evenly
 from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
     DataParallelDefaults,
@@ -58,6 +60,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def precision(self, precision: Precision | None) -> None:
         if precision is not None:
+            foreign.refuse_host(precision)
             device = self.parallel_devices[0].type if self.parallel_devices else self._device_type()
             precision = fabric_plugin(precision, device, self._autocast)
             self._precision_name = str(precision.precision)
@@ -85,6 +88,14 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: sharding moves what is left of each parameter, so that a model larger than the device fits."""
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        # What is shuffled is trained on, and has batches of one size.
+        if not getattr(getattr(dataloader, "sampler", None), "shuffle", True):
+            spread_evenly(dataloader)
+        return dataloader
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -66,7 +66,7 @@ def prepare(
         return loader
     training = stage == RunningStage.TRAINING
     if not training and stage != RunningStage.PREDICTING:
-        _spread_evenly(loader)
+        spread_evenly(loader)
     own = _length(loader)
     endless = isinstance(getattr(loader, "dataset", None), IterableDataset) or own is None
     lengths = [n for (n,) in _gather([_UNKNOWN if own is None else own], group)]
@@ -107,7 +107,8 @@ class _Shortened(_View):
     """As long as the shortest of all ranks."""
 
     def __len__(self) -> int:
-        return min(self._length, super().__len__())  # type: ignore[misc]
+        length: int = super().__len__()  # type: ignore[misc]
+        return min(self._length, length)
 
 
 class _Agreeing(_View):
@@ -174,7 +175,7 @@ def _view(
 # -- evaluation without repeated samples ------------------------------------------------------------------------------
 
 
-def _spread_evenly(loader: Any) -> None:
+def spread_evenly(loader: Any) -> None:
     """Let a loader with Lightning's distributed sampler evaluate each sample once, with as many batches on each rank.
 
     The sampler repeats samples until each rank has as many; on a rank that has a repetition it is the last sample.
@@ -192,7 +193,7 @@ def _spread_evenly(loader: Any) -> None:
         object.__setattr__(loader, "batch_sampler", _OnceEach(sampler, size, batches.drop_last))
         return
     rank_zero_warn(
-        f"{repeated} of {total} samples are evaluated twice: {ranks} data ranks cannot have as many batches of this "
+        f"{repeated} of {total} samples are used twice: {ranks} data ranks cannot have as many batches of this "
         "loader otherwise. For exact metrics use a batch_size of 2 or more and no batch sampler of your own, or "
         "Trainer(devices=1)."
     )

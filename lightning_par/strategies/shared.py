@@ -31,7 +31,7 @@ from lightning_par.parallel.memory import ActivationCheckpointing
 from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
 from lightning_par.parallel.report import explain
 from lightning_par.parallel.shards import full_tensor
-from lightning_par.strategies import _compat
+from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,7 @@ class MeshShell:
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         super().__init__()
+        foreign.introduce(type(self))
         self._layout = ParallelLayout(pp_size, dp_replicate_size, dp_shard_size, ep_size, cp_size, tp_size)
         self._options = apply.ParallelOptions(
             zero_stage=zero_stage,

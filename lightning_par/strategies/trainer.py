@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -29,7 +30,8 @@ from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
-from lightning_par.strategies import _compat, loaders
+from lightning_par.parallel.report import sizes
+from lightning_par.strategies import _compat, foreign, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -94,6 +96,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
+            foreign.refuse_host(plugin)
             plugin = trainer_plugin(plugin, self._device_type(), self._autocast)
             self._precision_name = str(plugin.precision)
         self._precision_plugin = plugin
@@ -108,6 +111,13 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._set_world_ranks()
 
     # -- set-up --------------------------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer: Any = model.trainer
+        callbacks = [("callback", callback) for callback in trainer.callbacks]
+        foreign.refuse([*callbacks, ("datamodule", trainer.datamodule)])
 
     @override
     def setup_environment(self) -> None:
@@ -147,6 +157,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._connect_metrics()
         if self.parallelized.data.sharded:
             self._undo.append(_compat.log_whole_values())
+            if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                # The summary counts whole parameters.
+                rank_zero_info(f"{type(self).__name__}: {sizes(self.lightning_module)}")
         self.barrier("parallelised")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
