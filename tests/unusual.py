@@ -150,6 +150,21 @@ class Marked(NanoGPT):
         return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
 
 
+class Listed(NanoGPT):
+    """Keeps parameters in plain attributes, from which it makes its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = list(self.model.blocks.parameters())
+        ids = {id(p) for p in blocks}
+        self.groups = {"slow": [p for p in self.parameters() if id(p) not in ids], "fast": blocks}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        rates = {"slow": 1e-3, "fast": 1e-2}
+        groups = [{"params": params, "lr": rates[name]} for name, params in self.groups.items()]
+        return torch.optim.AdamW(groups, eps=1e-4)
+
+
 class Penalty(NanoGPT):
     """Looks at its parameters in the step, as a weight penalty does."""
 
@@ -159,6 +174,14 @@ class Penalty(NanoGPT):
 
     def whole(self, value: Tensor) -> Tensor:
         return value
+
+
+class LatePenalty(Penalty):
+    """The penalty follows the forward."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = NanoGPT.loss(self, batch)
+        return loss + 0.01 * sum(self.whole(p.pow(2).sum()) for p in self.parameters())
 
 
 class WholePenalty(Penalty):

@@ -123,7 +123,7 @@ class Units:
                     f"the loss is a DTensor: the step of {_class_name(self._root)} computes with parameters of blocks "
                     "outside of the blocks' forward, where they are sharded, as a weight penalty does",
                     "weight_decay of the optimizer, or lightning_par.parallel.shards.full_tensor(penalty) on the value "
-                    "of each parameter, or strategy='par_zero2', where parameters stay whole in the step",
+                    "of each parameter, or strategy='par_zero2' with the penalty after the forward, when all are whole",
                     "strategy: par_zero2",
                 )
             )
