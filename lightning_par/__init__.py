@@ -12,13 +12,25 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_par.errors import ParallelConfigError
     from lightning_par.layout import ParallelLayout
     from lightning_par.parallel.apply import Parallelized, ParallelOptions, parallelize
+    from lightning_par.parallel.precision import MixedPrecision
 
 __version__ = "0.1.0.dev0"
-__all__ = ["ParallelLayout", "ParallelOptions", "Parallelized", "__version__", "parallelize"]
+__all__ = [
+    "MixedPrecision",
+    "ParallelConfigError",
+    "ParallelLayout",
+    "ParallelOptions",
+    "Parallelized",
+    "__version__",
+    "parallelize",
+]
 
 _HOME = {
+    "MixedPrecision": "lightning_par.parallel.precision",
+    "ParallelConfigError": "lightning_par.errors",
     "ParallelLayout": "lightning_par.layout",
     "ParallelOptions": "lightning_par.parallel.apply",
     "Parallelized": "lightning_par.parallel.apply",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
@@ -51,6 +55,20 @@ class LightningParCLI(LightningCLI):
             parser_kwargs={"prog": "lightning-par"},
         )
 
+    def before_instantiate_classes(self) -> None:
+        """Look at what the parser cannot know, before any process is started.
+
+        Raises:
+            ParallelConfigError: If `ckpt_path` does not exist.
+        """
+        config = self.config[self.subcommand]
+        path = config.get("ckpt_path")
+        if path and path not in ("best", "last", "hpc") and "://" not in path and not path.startswith("registry"):
+            _refuse_missing_checkpoint(Path(path))
+        if self.subcommand == "show" and not torch.accelerator.is_available():
+            # Nothing runs, so a machine without the accelerator may ask what would happen on one with it.
+            config.trainer.accelerator = "cpu"
+
     def instantiate_classes(self) -> None:
         """Build data, model and Trainer.
 
@@ -79,3 +97,11 @@ class LightningParCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Name the Trainer methods that are commands, each with the arguments that are not options."""
         return {**LightningCLI.subcommands(), "show": {"model", "datamodule"}}
+
+
+def _refuse_missing_checkpoint(path: Path) -> None:
+    if path.exists():
+        return
+    beside = [str(path.parent / name) for name in sorted(os.listdir(path.parent))] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), beside, n=1) or [p for p in beside if p.endswith(".ckpt")][:1]
+    raise ParallelConfigError(Problem(f"ckpt_path {path} does not exist", f"--ckpt_path {near[0]}" if near else ""))

@@ -110,6 +110,7 @@ def find_blocks(
     blocks: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto",
     *,
     require: bool = True,
+    wanted_for: str = "",
 ) -> BlockPlan:
     """Find the repeated blocks of a model and group what lies beside them; changes nothing.
 
@@ -119,6 +120,7 @@ def find_blocks(
             (``"model.layers.*"``). Of nested matches the outermost is the block.
         require: Whether a model without repeated blocks is an error. If not, a model whose blocks, found by "auto",
             share parameters counts as one without.
+        wanted_for: The option that needs blocks, for the message.
 
     Returns:
         The plan; without families and groups where nothing repeats.
@@ -139,11 +141,13 @@ def find_blocks(
     if conflicts:
         chosen = []
     if require and not chosen:
+        wanted = f", and {wanted_for} works on blocks" if wanted_for else ""
         raise ParallelConfigError(
             Problem(
-                f"no repeated blocks found in {type(model).__name__} ({tree.total:,} parameters). "
+                f"no repeated blocks found in {type(model).__name__} ({tree.total:,} parameters){wanted}. "
                 f"Classes present, and their part of the parameters: {_classes(tree) or 'none'}",
-                'blocks=["MyBlock"] (a class, its name, or a glob of module names)',
+                'blocks=["MyBlock"] (a class, its name, or a glob of module names)'
+                + (f", or no {wanted_for.partition('=')[0]}" if wanted_for else ""),
                 "blocks: [MyBlock]",
             )
         )

@@ -148,6 +148,23 @@ def test_a_wrong_layout_is_a_message_and_no_traceback(
     assert all(answer in error for answer in answers)
 
 
+def test_show_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert run(monkeypatch, "show", "--config", CONFIG, "--trainer.accelerator", "gpu", "--trainer.devices", "8") == 0
+    assert "world 8" in capsys.readouterr().out
+
+
+def test_a_missing_checkpoint_is_a_message_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "last.ckpt").mkdir()
+    with patch("subprocess.Popen", side_effect=AssertionError("no process is started")):
+        assert run(monkeypatch, "validate", "--config", CONFIG, "--ckpt_path", str(tmp_path / "latest.ckpt")) == 2
+    error = capsys.readouterr().err
+    assert f"ckpt_path {tmp_path / 'latest.ckpt'} does not exist" in error
+    assert f"fix: --ckpt_path {tmp_path / 'last.ckpt'}" in error
+
+
 def test_an_unknown_option_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "fit", "--config", CONFIG, "--trainer.strategy.init_args.tensor_size", "2") == 2
     assert "tensor_size" in capsys.readouterr().err

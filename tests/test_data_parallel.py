@@ -319,7 +319,7 @@ class Plain(nn.Module):
         self.second = nn.Conv1d(1, width, 3)
 
 
-def nothing_to_shard(width: int) -> list[str]:
+def nothing_to_shard(width: int, **options: Any) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ def nothing_to_shard(width: int) -> list[str]:
     try:
         with torch.device("meta" if width > 1000 else "cpu"):
             model = Plain(width)
-        parallelize(model, SHARD)
+        parallelize(model, SHARD, options=ParallelOptions(**options))
     except ParallelConfigError as error:
         messages.append(str(error))
     finally:
@@ -340,6 +340,12 @@ def nothing_to_shard(width: int) -> list[str]:
 def test_a_small_model_without_blocks_says_that_it_is_one_unit() -> None:
     messages = run_ranks(2, nothing_to_shard, 8)[0]
     assert any("has no repeated blocks" in m and "as one unit" in m for m in messages)
+
+
+def test_a_small_model_without_blocks_cannot_be_checkpointed_by_blocks() -> None:
+    message = run_ranks(2, nothing_to_shard, 8, activation_checkpointing="full", compile=True)[0][0]
+    assert "and activation_checkpointing='full' and compile=True works on blocks" in message
+    assert "or no activation_checkpointing" in message
 
 
 def test_a_large_model_without_blocks_is_refused_with_the_classes_seen() -> None:

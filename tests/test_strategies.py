@@ -184,6 +184,11 @@ WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
     ("DataParallelStrategy", {"cpu_offload": True}, ["offload", "cpu_offload: false"]),
     ("ZeROStrategy", {"stage": 2, "reshard_after_forward": True}, ["reshard_after_forward=True"]),
     ("FSDP2Strategy", {"sync_every_batch": "yes"}, ["sync_every_batch is 'yes'"]),
+    (
+        "FSDP2Strategy",
+        {"timeout": 60, "process_group_backend": "nccl", "mixed_precision": {"reduce": "bf16"}},
+        ["timeout=timedelta(seconds=60)", "process_group_backend='gloo'", "mixed_precision: {reduce: bf16}"],
+    ),
 ]
 
 

@@ -264,12 +264,15 @@ def state_problems(name: str, param: Tensor, shapes: Mapping[str, torch.Size]) -
 def name_problems(label: str, missing: Sequence[str], unexpected: Sequence[str]) -> list[Problem]:
     """Say which names are not in the checkpoint and which are only there, with the nearest name on the other side."""
     problems = []
+    fix = "build it as it was when the checkpoint was saved"
+    if label == "model":
+        fix += ", or load with strict=False (LightningModule.strict_loading = False)"
     if missing:
         listed = _listed(missing, unexpected)
-        problems.append(Problem(f"{label}: {len(missing)} names are not in the checkpoint: {listed}"))
+        problems.append(Problem(f"{label}: {len(missing)} names are not in the checkpoint: {listed}", fix))
     if unexpected:
         listed = _listed(unexpected, missing)
-        problems.append(Problem(f"{label}: {len(unexpected)} names of the checkpoint are unknown here: {listed}"))
+        problems.append(Problem(f"{label}: {len(unexpected)} names of the checkpoint are unknown here: {listed}", fix))
     return problems
 
 

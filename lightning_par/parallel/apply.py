@@ -294,8 +294,13 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, needed: bool) ->
         ParallelConfigError: Naming the classes that were seen.
     """
     numel = sum(p.numel() for p in module.parameters())
-    asked = options.blocks != "auto" or bool(options.compile) or options.activation_checkpointing not in (None, False)
-    plan = find_blocks(module, options.blocks, require=asked or (needed and numel > ROOT_ONLY_LIMIT))
+    using = {
+        "activation_checkpointing": options.activation_checkpointing not in (None, False),
+        "compile": bool(options.compile),
+    }
+    wanted_for = " and ".join(f"{name}={getattr(options, name)!r}" for name, used in using.items() if used)
+    required = options.blocks != "auto" or bool(wanted_for) or (needed and numel > ROOT_ONLY_LIMIT)
+    plan = find_blocks(module, options.blocks, require=required, wanted_for=wanted_for)
     if needed and not plan.names:
         log.info(
             "%s has no repeated blocks: its %s parameters are sharded as one unit and gathered all at once",

@@ -167,6 +167,13 @@ def resolve_precision(
         problems.add(f"precision is {precision!r}, known are {', '.join(PRECISIONS)}", 'precision="bf16-mixed"')
         problems.raise_if_any()
     overrides: dict[str, Any] = {} if autocast else {"autocast": None}
+    if not isinstance(mixed_precision, MixedPrecision | None):
+        problems.add(
+            f"mixed_precision is {mixed_precision!r}; it is a lightning_par.MixedPrecision",
+            'mixed_precision=MixedPrecision(reduce="bf16")',
+            "mixed_precision: {reduce: bf16}",
+        )
+        problems.raise_if_any()
     if mixed_precision is not None:
         overrides |= {field: _DTYPES[value] for field, value in asdict(mixed_precision).items() if value is not None}
     policy = replace(PRECISIONS[name], **overrides)

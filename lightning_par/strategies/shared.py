@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint import is_sharded_checkpoint, remove_checkpoint
-from lightning_par.errors import ParallelConfigError, Problems
+from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import apply
 from lightning_par.parallel.memory import ActivationCheckpointing
@@ -241,11 +241,29 @@ class MeshShell:
             problems.extend(error.problems)
             policy = resolve_precision("32-true")
         problems.extend(self._options.problems(layout, policy))
+        problems.extend(self._connection_problems())
         if self._state_dict_type not in ("sharded", "full"):
             problems.add(
                 f"state_dict_type is {self._state_dict_type!r}; it is 'sharded' or 'full'", "state_dict_type='sharded'"
             )
         problems.raise_if_any()
+
+    def _connection_problems(self) -> list[Problem]:
+        problems = Problems()
+        if not isinstance(self._timeout, timedelta):
+            problems.add(
+                f"timeout is {self._timeout!r}; it is a timedelta",
+                f"timeout=timedelta(seconds={self._timeout})"
+                if isinstance(self._timeout, int | float)
+                else "timeout=timedelta(minutes=30)",
+                'timeout: "0:30:00"',
+            )
+        if "nccl" in (self._process_group_backend or "") and self.root_device.type == "cpu":
+            problems.add(
+                f"process_group_backend is {self._process_group_backend!r} and accelerator is 'cpu'; NCCL is for GPUs",
+                "process_group_backend='gloo'",
+            )
+        return list(problems)
 
     def _connect(self) -> None:
         """Join or adopt the process group, and build the mesh."""
