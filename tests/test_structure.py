@@ -67,6 +67,22 @@ def test_structure_while_accumulating(layout: str) -> None:
     trained("Shared", layout, steps=2, accumulate=2)
 
 
+def fit_twice(layout: str, model: str) -> None:
+    ranks, spec = FAMILY[layout]
+    run, rank = Run(model=f"unusual:{model}", steps=1), dist.get_rank()
+    module = run.build()
+    for _ in range(2):
+        trainer = make_trainer(ranks, build_strategy(spec, "trainer"), max_steps=1, precision="64-true")
+        trainer.fit(module, loader(run.batches(rank, ranks)))
+
+
+@family
+def test_a_module_that_is_built_anew_for_the_second_fit_is_refused(layout: str) -> None:
+    run_ranks(FAMILY[layout][0], fit_twice, layout, "InConfigureModel")
+    with pytest.raises(RanksFailed, match=r"\d+ parameters of Rebuilt are new since it was parallelised.*model\."):
+        run_ranks(FAMILY[layout][0], fit_twice, layout, "Rebuilt")
+
+
 # -- parameters that some batches do not use -------------------------------------------------------------------------
 
 

@@ -133,6 +133,14 @@ class InConfigureModel(NanoGPT):
             self.scale = nn.Parameter(torch.ones(3))
 
 
+class Rebuilt(InConfigureModel):
+    """Lightning calls `configure_model` for each fit, and this one does not ask whether it was called before."""
+
+    def configure_model(self) -> None:
+        self.model = None
+        super().configure_model()
+
+
 class Marked(NanoGPT):
     """Attributes on parameters decide how they are optimised."""
 

@@ -46,7 +46,7 @@ from lightning_par.parallel.memory import (
     checkpointing_problems,
 )
 from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
-from lightning_par.parallel.shards import parameter_names
+from lightning_par.parallel.shards import class_name, parameter_names
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,8 @@ class Parallelized:
     data: data.DataParallel
     checkpointed: list[str] = field(default_factory=list)
     _names_before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    # Not weak: torch cannot convert a sharded parameter to another dtype that has weak references.
+    _known: set[nn.Parameter] = field(default_factory=set)
     _stop_watching: Callable[[], None] = lambda: None
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
@@ -247,7 +249,17 @@ def parallelize(
         _compat.read_whole_scalars()
     stop_watching = data.watch_for_bypassed_blocks(module, plan) if handle.sharded else lambda: None
     result = Parallelized(
-        module, layout, mesh, plan, policy, options, handle, checkpointed, names_before, stop_watching
+        module,
+        layout,
+        mesh,
+        plan,
+        policy,
+        options,
+        handle,
+        checkpointed,
+        names_before,
+        set(module.parameters()),
+        stop_watching,
     )
     module.__dict__[_HANDLE] = result
     return result
@@ -265,9 +277,17 @@ def _adopt(
     ):
         if was != wanted:
             problems.add(
-                f"{type(existing.module).__name__} is parallelised already, with another {name}: {was}, not {wanted}",
+                f"{class_name(existing.module)} is parallelised already, with another {name}: {was}, not {wanted}",
                 "build the module anew, and load its checkpoint",
             )
+    existing.data.reshard()
+    rebuilt = [name for name, param in existing.module.named_parameters() if param not in existing._known]
+    if rebuilt:
+        problems.add(
+            f"{len(rebuilt)} parameters of {class_name(existing.module)} are new since it was parallelised, and would "
+            f"not be trained with the other ranks: {', '.join(rebuilt[:3])}{', ...' if len(rebuilt) > 3 else ''}",
+            "build them once: `if self.model is None:` in configure_model, which Lightning calls for each fit and test",
+        )
     problems.raise_if_any()
     # An earlier run may have ended in the middle of a step. Not done on the exception itself: it waits for collectives.
     existing.data.reset()
@@ -384,7 +404,7 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
                 group["params"][i] = replacement
     problems = Problems()
     if strange:
-        modules = ", ".join(type(handle.module).__name__ for handle in handles)
+        modules = ", ".join(class_name(handle.module) for handle in handles)
         problems.add(
             f"{type(optimizer).__name__} holds {len(strange)} parameters of shapes {strange[:5]} that are not those of "
             f"{modules}, so they would not be trained together",

@@ -42,6 +42,7 @@ from lightning_par.parallel import _compat
 from lightning_par.parallel.carried import carry_over, refuse_copies
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
+from lightning_par.parallel.shards import class_name
 from lightning_par.parallel.units import Units
 
 log = logging.getLogger(__name__)
@@ -394,7 +395,7 @@ def _bypass_check(block_name: str, block: nn.Module, leaf_name: str) -> Callable
         children = sorted({type(c).__name__ for c in block.children() if any(True for _ in c.parameters())})
         raise ParallelConfigError(
             Problem(
-                f"`{block_name}.{leaf_name}` was called while its block `{block_name}` ({_class_name(block)}) was not: "
+                f"`{block_name}.{leaf_name}` was called while its block `{block_name}` ({class_name(block)}) was not: "
                 "FSDP gathers a block when the block's own forward is called",
                 f"blocks={children} shards at the level that is called (or call the block itself)",
                 f"blocks: [{', '.join(children)}]",
@@ -402,8 +403,3 @@ def _bypass_check(block_name: str, block: nn.Module, leaf_name: str) -> Callable
         )
 
     return check
-
-
-def _class_name(module: nn.Module) -> str:
-    """The name of a module's class before FSDP2 put its own in front."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class before FSDP2 put its own in front."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:

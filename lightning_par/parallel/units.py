@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import _compat
 from lightning_par.parallel.order import DIGEST_BYTES, ELSEWHERE, END, GATHER, REDUCE, UnitOrder
+from lightning_par.parallel.shards import class_name
 
 
 class Units:
@@ -45,7 +46,7 @@ class Units:
             before_gather, before_reduce = partial(self._before_gather, i), partial(self._before_reduce, i)
             self._units.append(_compat.FSDPGroup(param_group, before_gather, before_reduce))
         self._root_units = [unit for unit in self._units if root in unit.modules]
-        self._order = UnitOrder(group, _class_name(root), _names(root, self._units))
+        self._order = UnitOrder(group, class_name(root), _names(root, self._units))
         self._inside = 0
         self._strayed = False
         self._used: set[nn.Parameter] = set()
@@ -97,8 +98,8 @@ class Units:
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in params)
         if trains and not self.announced:
             raise RuntimeError(
-                f"{_class_name(module)} is called with gradients outside training_step (or forward) of "
-                f"{_class_name(self._root)}, where its parameters are not gathered and its gradients would not be "
+                f"{class_name(module)} is called with gradients outside training_step (or forward) of "
+                f"{class_name(self._root)}, where its parameters are not gathered and its gradients would not be "
                 "reduced; call it inside the step, or under torch.no_grad()"
             )
         self._strayed = self._strayed or trains
@@ -120,7 +121,7 @@ class Units:
         if isinstance(loss, DTensor):
             raise ParallelConfigError(
                 Problem(
-                    f"the loss is a DTensor: the step of {_class_name(self._root)} computes with parameters of blocks "
+                    f"the loss is a DTensor: the step of {class_name(self._root)} computes with parameters of blocks "
                     "outside of the blocks' forward, where they are sharded, as a weight penalty does",
                     "weight_decay of the optimizer, or lightning_par.parallel.shards.full_tensor(penalty) on the value "
                     "of each parameter, or strategy='par_zero2' with the penalty after the forward, when all are whole",
@@ -221,7 +222,3 @@ class Units:
 def _names(root: nn.Module, units: list[_compat.FSDPGroup]) -> list[str]:
     names = {module: f"`{name}`" if name else "the root" for name, module in root.named_modules()}
     return [", ".join(names[module] for module in unit.modules) for unit in units]
-
-
-def _class_name(module: nn.Module) -> str:
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))

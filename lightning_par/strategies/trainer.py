@@ -147,9 +147,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.accelerator.setup(trainer)
         self._refuse(trainer)
         _compat.evaluation_without_inference_mode(trainer)
-        module = self.precision_plugin.convert_module(self.lightning_module)
-        if self._layer_sync is not None and parallelized(module) is None:
-            module = self._layer_sync.apply(module)
+        module: nn.Module = self.lightning_module
+        if parallelized(module) is None:
+            module = self.precision_plugin.convert_module(module)
+            module = self._layer_sync.apply(module) if self._layer_sync is not None else module
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
