@@ -15,13 +15,15 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("benchmark", choices=["data"], help="data: the data-parallel family")
     run.add_argument("--rounds", type=int, default=9, help="how often each variant has its turn")
     run.add_argument("--steps", type=int, default=1, help="optimizer steps of one turn")
+    run.add_argument("--minutes", type=float, default=5.0, help="no further round begins after so many")
     run.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to see that it runs")
     run.add_argument("--out", type=Path, help="a file for the table, in Markdown")
     options = parser.parse_args(arguments)
 
     from benchmarks import data
 
-    text = data.run(data.QUICK if options.quick else data.FULL, 2 if options.quick else options.rounds, options.steps)
+    size, rounds = (data.QUICK, 2) if options.quick else (data.FULL, options.rounds)
+    text = data.run(size, rounds, options.steps, options.minutes)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")

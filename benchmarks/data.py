@@ -179,6 +179,7 @@ class InTrainer(pl.Callback):
         self._module, self._strategy, self._size = module, strategy, size
         self._steps, self._accumulate = steps, accumulate
         self._turn, self._stepped = threading.Semaphore(0), threading.Semaphore(0)
+        self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._fit, daemon=True)
         self._thread.start()
@@ -193,7 +194,8 @@ class InTrainer(pl.Callback):
             raise self._error
 
     def close(self) -> None:
-        """Let the Trainer end; it has done all its steps."""
+        """Let the Trainer end, wherever it is."""
+        self._closing = True
         self._turn.release()
         self._thread.join()
 
@@ -201,6 +203,7 @@ class InTrainer(pl.Callback):
         if (batch_idx + 1) % self._accumulate == 0:
             self._stepped.release()
             self._turn.acquire()
+            trainer.should_stop = self._closing
 
     def _fit(self) -> None:
         self._turn.acquire()
@@ -255,14 +258,14 @@ def quietly() -> None:
     warnings.filterwarnings("ignore")
 
 
-def measure_times(size: Size, rounds: int, steps: int) -> tuple[dict[str, Samples], list[float]]:
+def measure_times(size: Size, rounds: int, steps: int, limit: float) -> tuple[dict[str, Samples], list[float]]:
     """Time all variants on this rank, see `interleave`; also the load of the machine before and after."""
     quietly()
     busy = [load()]
     variants = {name: build(size, 1 + rounds * steps) for name, build in VARIANTS.items()}
     for stepper in variants.values():
         next(stepper)
-    samples = interleave(variants, rounds, steps)
+    samples = interleave(variants, rounds, steps, limit)
     for stepper in variants.values():
         stepper.close()
     return samples, [*busy, load()]
@@ -288,18 +291,23 @@ def import_seconds() -> float:
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
-def run(size: Size, rounds: int, steps: int) -> str:
-    """Run everything and return the report in Markdown."""
+def run(size: Size, rounds: int, steps: int, minutes: float) -> str:
+    """Run everything and return the report in Markdown; no round but the first begins after so many minutes of them."""
     start = time.monotonic()
-    peaks = {name: max(run_ranks(RANKS, measure_memory, size, name, timeout=120)) for name in VARIANTS}
-    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, timeout=900)[0]
+    peaks = {}
+    for name in VARIANTS:
+        peaks[name] = max(run_ranks(RANKS, measure_memory, size, name, timeout=300))
+        print(f"{time.monotonic() - start:4.0f} s: {peaks[name] / 2**20:5.0f} MiB, {name}", file=sys.stderr)
+    limit = 60 * minutes
+    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
     imports = [import_seconds() for _ in range(size.imports)]
     count = sum(p.numel() for p in GPT(size).parameters())
+    done = len(next(iter(samples.values())).wall)
     lines = [
         f"GPT of {count / 1e6:.1f}M parameters (width {size.width}, {size.layers} blocks, tied head), fp32, AdamW, "
         f"{size.batch} x {size.length} tokens a rank and batch; {RANKS} gloo ranks of one thread each on "
         f"{os.cpu_count()} cores, whose load was {busy[0]:.1f} before and {busy[1]:.1f} after; torch "
-        f"{torch.__version__}, lightning {lightning.__version__}; {rounds} rounds of {steps} steps a variant, "
+        f"{torch.__version__}, lightning {lightning.__version__}; {done} rounds of {steps} steps a variant, "
         f"{time.monotonic() - start:.0f} s in all.",
         "",
     ]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 
@@ -53,20 +54,28 @@ class Samples:
     processor: list[float] = field(default_factory=list)
 
 
-def interleave(variants: Mapping[str, Iterator[None]], rounds: int, steps: int) -> dict[str, Samples]:
+def interleave(
+    variants: Mapping[str, Iterator[None]], rounds: int, steps: int, seconds: float = math.inf
+) -> dict[str, Samples]:
     """Time variants in turns, in another order each round; every rank calls it.
 
     Args:
         variants: Each `next` of a variant is one optimizer step; they have made one already.
         rounds: Turns of each variant.
         steps: Steps of a turn.
+        seconds: No round but the first begins later than this; rank 0's clock decides.
 
     Returns:
         What was measured, by variant.
     """
     samples = {name: Samples() for name in variants}
     order = random.Random(0)
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    for i in range(rounds):
+        late = torch.tensor(int(i > 0 and time.perf_counter() - begin > seconds))
+        dist.broadcast(late, 0)
+        if late:
+            break
         names = list(variants)
         order.shuffle(names)
         for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks import data
 from benchmarks.__main__ import main
-from benchmarks.timing import HighWater, Interval, median_interval, ratios
+from benchmarks.timing import HighWater, Interval, interleave, median_interval, ratios
 from lightning_par import ParallelLayout, parallelize
 from lightning_par.testing import run_ranks
 
@@ -29,6 +30,20 @@ def test_a_quick_run_fills_the_tables(tmp_path: Path, capsys: pytest.CaptureFixt
         assert float(row[5].split()[0]) >= 0
     assert sum(row[2] == "1" for row in rows) == 3
     assert text.count("met") + text.count("missed") >= 5
+
+
+def counting(steps: int) -> Iterator[None]:
+    for _ in range(steps):
+        yield
+
+
+def rounds_within(seconds: float) -> int:
+    return len(interleave({"a": counting(9)}, 5, 1, seconds)["a"].wall)
+
+
+def test_no_round_begins_after_the_time_is_up() -> None:
+    assert run_ranks(2, rounds_within, -1.0) == [1, 1]
+    assert run_ranks(2, rounds_within, 60.0) == [5, 5]
 
 
 def units(model: nn.Module) -> list[tuple[str, bool]]:
