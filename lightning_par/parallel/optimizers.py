@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ class _ShardedOperations(TorchDispatchMode):
     - A result that is a partial sum (a norm or a mean over the sharded dimension) is reduced at once: torch would keep
       it, and refuse to change it in place.
     - State that an optimizer made as a plain tensor is the same on all ranks; changing it in place by a DTensor works.
+    - A tensor that changes another one of its shape in place gets the layout of that one.
     - Elementwise operations without a sharding rule run on the local shards.
     """
 
@@ -54,9 +56,10 @@ class _ShardedOperations(TorchDispatchMode):
         if func._schema.is_mutable and isinstance(target, Tensor) and not isinstance(target, DTensor):
             partner = next((t for t in _compat.leaves((args, kwargs)) if isinstance(t, DTensor)), None)
             if partner is not None:
-                mesh = partner.device_mesh
-                func(DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False), *args[1:], **kwargs)
+                func(_replicated(target, partner.device_mesh), *args[1:], **kwargs)
                 return target
+        if func._schema.is_mutable and args:
+            args = (target, *(_laid_out_as(target, operand) for operand in args[1:]))
         return _compat.map_tensors(without_partials, func(*args, **kwargs))
 
 
@@ -132,6 +135,23 @@ def _like(key: str, value: Any, old: Tensor, new: Tensor) -> Any:
     return DTensor.from_local(
         shard, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
     )
+
+
+def _laid_out_as(target: Any, operand: Any) -> Any:
+    """Give an operand the layout of a target of its shape; lists item by item."""
+    if isinstance(target, list | tuple):
+        alike = isinstance(operand, list | tuple) and len(operand) == len(target)
+        return [_laid_out_as(t, x) for t, x in zip(target, operand, strict=True)] if alike else operand
+    if not isinstance(target, DTensor) or not isinstance(operand, Tensor) or operand.shape != target.shape:
+        return operand
+    if not isinstance(operand, DTensor):
+        operand = _replicated(operand, target.device_mesh)
+    same_mesh = operand.device_mesh == target.device_mesh
+    return operand.redistribute(placements=target.placements) if same_mesh else operand
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _same_layout(args: Any) -> bool:
