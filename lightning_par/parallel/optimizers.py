@@ -35,6 +35,10 @@ _ELEMENTWISE = frozenset(
         torch.ops.aten.index_put_.default,  # `x[x > 0] = number`, with a mask of the tensor's own layout
     ]
 )
+_MATRIX_PRODUCTS = frozenset(
+    [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default]
+)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class _ShardedOperations(TorchDispatchMode):
@@ -45,6 +49,8 @@ class _ShardedOperations(TorchDispatchMode):
     - State that an optimizer made as a plain tensor is the same on all ranks; changing it in place by a DTensor works.
     - A tensor that changes another one of its shape in place gets the layout of that one.
     - Elementwise operations without a sharding rule run on the local shards.
+    - Partial sums of half-precision tensors are not rounded: norms add up in fp32, and matrix products (those of Muon)
+      take whole matrices.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,6 +66,11 @@ class _ShardedOperations(TorchDispatchMode):
                 return target
         if func._schema.is_mutable and args:
             args = (target, *(_laid_out_as(target, operand) for operand in args[1:]))
+        if isinstance(target, DTensor) and target.dtype in _HALF:
+            if func in _MATRIX_PRODUCTS:
+                args = _compat.map_tensors(_gathered, args)
+            elif func is torch.ops.aten.linalg_vector_norm.default and kwargs.get("dtype") is None:
+                return without_partials(func(*args, **{**kwargs, "dtype": torch.float32})).to(target.dtype)
         return _compat.map_tensors(without_partials, func(*args, **kwargs))
 
 
@@ -148,6 +159,10 @@ def _laid_out_as(target: Any, operand: Any) -> Any:
         operand = _replicated(operand, target.device_mesh)
     same_mesh = operand.device_mesh == target.device_mesh
     return operand.redistribute(placements=target.placements) if same_mesh else operand
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)) if isinstance(tensor, DTensor) else tensor
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
