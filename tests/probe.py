@@ -21,7 +21,8 @@ FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
 
 each_layout = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if ranks > 2 else []) for name, (ranks, _) in LAYOUTS.items()]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] if ranks > 2 else []) for name, (ranks, _) in LAYOUTS.items()],
 )
 """The whole family by the names of `parity.LAYOUTS`, on two ranks, and HSDP on four in the long run."""
 
@@ -137,6 +138,9 @@ def launched(strategy: Any, **options: Any) -> Fabric:
     return fabric
 
 
-def strategy_of(layout: str, host: str = "trainer") -> Any:
-    """The strategy of a layout of `parity.LAYOUTS`; "one" is one process without any."""
-    return "auto" if layout == "one" else build_strategy(LAYOUTS[layout][1], host)
+def strategy_of(layout: str, host: str = "trainer", **more: Any) -> Any:
+    """The strategy of a layout of `parity.LAYOUTS`, with more options; "one" is one process without any."""
+    if layout == "one":
+        return "auto"
+    name, options = LAYOUTS[layout][1]
+    return build_strategy((name, options | more), host)

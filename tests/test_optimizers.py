@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from parity import LAYOUTS
-from probe import Probe, each_layout, part, same, strategy_of, trainer, weights
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from probe import Probe, each_layout, launched, part, same, strategy_of, trainer, weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedulers
 
-from lightning_par.testing import run_ranks
+from lightning_par.testing import RanksFailed, run_ranks
+from parity import LAYOUTS
 
 GLOBAL_BATCH = 4
 
@@ -94,6 +95,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adafactor foreach": over(torch.optim.Adafactor, lr=0.05, foreach=True),
     "Adafactor of Hugging Face": huggingface_adafactor,
     "groups": groups,
+    "LBFGS": over(torch.optim.LBFGS, lr=0.1, max_iter=4, history_size=3),
 }
 
 
@@ -224,9 +226,217 @@ def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> Non
     "layout", [pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_all_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
-    assert_resumed_as_never_stopped(OPTIMIZERS.keys() - TYPICAL, layout, tmp_path)
+    assert_resumed_as_never_stopped([n for n in OPTIMIZERS if n not in (*TYPICAL, "LBFGS")], layout, tmp_path)
 
 
 @each_layout
 def test_several_optimizers_and_early_ones(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped(MODULES, layout, tmp_path)
+
+
+def refused(layout: str, name: str, host: str) -> None:
+    if host == "trainer":
+        fit(layout, name, 1)
+    else:
+        module = Mixed(name)
+        launched(strategy_of(layout, host)).setup(module, module.configure_optimizers())
+
+
+@each_layout
+@pytest.mark.parametrize("host", ["trainer", "fabric"])
+def test_lbfgs_trains_whole_parameters_and_is_refused_on_shards(layout: str, host: str, tmp_path: Path) -> None:
+    if layout != "ddp":
+        words = (
+            r"ParallelConfigError(?s:.)*LBFGS makes one vector of all parameters, and they are sharded(?s:.)*par_ddp"
+        )
+        with pytest.raises(RanksFailed, match=words):
+            run_ranks(LAYOUTS[layout][0], refused, layout, "LBFGS", host)
+    elif host == "trainer":
+        assert_resumed_as_never_stopped(["LBFGS"], layout, tmp_path)
+
+
+# -- Fabric ---------------------------------------------------------------------------------------------------------
+
+FABRIC: dict[str, Callable[[int], Mixed]] = {
+    "plain": lambda seed: Mixed("SGD", seed),
+    "factored": lambda seed: Mixed("Adafactor", seed),
+    "groups": lambda seed: Mixed("groups", seed),
+    "with state": lambda seed: Early("AdamW foreach", seed, stepped=True),
+    "factored with state": lambda seed: Early("Adafactor", seed, stepped=True),
+}
+
+
+def loop(layout: str, name: str, seed: int, epochs: int, load: str = "", save: str = "") -> dict[str, Tensor]:
+    """Windows of three batches and one of two; the optimizer is made before the module is sharded."""
+    fabric = launched(strategy_of(layout, "fabric"))
+    module = FABRIC[name](seed)
+    optimizer: Any = module.configure_optimizers()
+    model, optimizer = fabric.setup(module, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    if load:
+        fabric.load(load, state)
+    for _ in range(epochs):
+        data = list(fabric.setup_dataloaders(batches(5), use_distributed_sampler=False))
+        for i, batch in enumerate(data):
+            last = i % 3 == 2 or i == len(data) - 1
+            # Nested, repeated and switched off again, which all mean the same.
+            with fabric.no_backward_sync(model, enabled=not last), fabric.no_backward_sync(model, enabled=not last):
+                with fabric.no_backward_sync(model, enabled=last):
+                    pass
+                fabric.backward(model.training_step(batch, i) / 3)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    if save:
+        fabric.save(save, state)
+    return weights(module)
+
+
+def loops(layout: str, folder: str) -> dict[str, list[dict[str, Tensor]]]:
+    """The weights after one epoch, and after a second one that goes on from a checkpoint."""
+    found = {}
+    for name in FABRIC:
+        path = f"{folder}/{name}.ckpt"
+        found[name] = [loop(layout, name, 1, 1, save=path), loop(layout, name, 2, 1, load=path)]
+    return found
+
+
+@functools.cache
+def loops_in_one_process() -> dict[str, list[dict[str, Tensor]]]:
+    [found] = run_ranks(1, uninterrupted_loops)
+    return found
+
+
+def uninterrupted_loops() -> dict[str, list[dict[str, Tensor]]]:
+    return {name: [loop("one", name, 1, epochs) for epochs in (1, 2)] for name in FABRIC}
+
+
+@each_layout
+def test_optimizers_of_fabric_train_and_resume(layout: str, tmp_path: Path) -> None:
+    for found in run_ranks(LAYOUTS[layout][0], loops, layout, str(tmp_path)):
+        for name, expected in loops_in_one_process().items():
+            assert [same(a, b) for a, b in zip(found[name], expected, strict=True)] == [True, True], name
+
+
+# -- schedulers -----------------------------------------------------------------------------------------------------
+
+
+class Scheduled(Mixed):
+    """Two optimizers' worth of rates in two groups, which a scheduler changes; all rates are kept, step by step."""
+
+    def __init__(self, scheduler: str, seed: int) -> None:
+        super().__init__("groups", seed)
+        self.scheduler = scheduler
+        self.rates: list[list[float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS["groups"](self)
+        return {"optimizer": optimizer, "lr_scheduler": SCHEDULERS[self.scheduler](optimizer)}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.rates.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+        loss = super().training_step(batch, batch_idx)
+        # What a rank sees differs from what the others see.
+        self.log("seen", batch.float().mean(), on_step=False, on_epoch=True, sync_dist=True)
+        # Rises with the epochs on rank 0 only, and in the mean.
+        ranks = dist.get_world_size()
+        slope = 2 * ranks - 1 if dist.get_rank() == 0 else -1
+        self.log("unsynchronised", float(slope * self.current_epoch), on_step=False, on_epoch=True)
+        return loss
+
+
+def plateau(monitor: str, **options: Any) -> Callable[[Optimizer], dict[str, Any]]:
+    def make(optimizer: Optimizer) -> dict[str, Any]:
+        return {"scheduler": schedulers.ReduceLROnPlateau(optimizer, patience=0, **options), "monitor": monitor}
+
+    return make
+
+
+def each_step(make: Callable[[Optimizer], Any]) -> Callable[[Optimizer], dict[str, Any]]:
+    return lambda optimizer: {"scheduler": make(optimizer), "interval": "step"}
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "by epoch": lambda optimizer: schedulers.StepLR(optimizer, 1, gamma=0.5),
+    "by step": each_step(lambda optimizer: schedulers.OneCycleLR(optimizer, [0.02, 0.01, 0.03], total_steps=20)),
+    "warm-up and cosine": each_step(
+        lambda optimizer: schedulers.SequentialLR(
+            optimizer,
+            [schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.CosineAnnealingLR(optimizer, 9)],
+            milestones=[3],
+        )
+    ),
+    "each second step": lambda optimizer: {
+        "scheduler": schedulers.ExponentialLR(optimizer, 0.8),
+        "interval": "step",
+        "frequency": 2,
+    },
+    # Neither improves: the data is the same in each epoch, and a threshold is never reached.
+    "plateau of validation": plateau("val_loss", threshold=0.9),
+    "plateau of training": plateau("seen"),
+    "plateau of each rank's own": plateau("unsynchronised"),
+}
+
+
+def schedule(layout: str, folder: str) -> dict[str, tuple[list[list[float]], dict[str, Tensor]]]:
+    """Rates and weights of four epochs: in one process at once, else resumed after three."""
+    found = {}
+    for name in SCHEDULERS:
+        modules, path = [Scheduled(name, seed) for seed in (1, 2)], f"{folder}/{name}.ckpt"
+        if layout == "one":
+            trainer("auto", max_epochs=4).fit(modules[0], batches(2), batches(1))
+            found[name] = modules[0].rates, weights(modules[0])
+            continue
+        first = trainer(strategy_of(layout), max_epochs=3)
+        first.fit(modules[0], batches(2), batches(1))
+        first.save_checkpoint(path)
+        trainer(strategy_of(layout), max_epochs=4).fit(modules[1], batches(2), batches(1), ckpt_path=path)
+        found[name] = modules[0].rates + modules[1].rates, weights(modules[1])
+    return found
+
+
+@functools.cache
+def schedule_in_one_process() -> dict[str, tuple[list[list[float]], dict[str, Tensor]]]:
+    return run_ranks(1, schedule, "one", "")[0]
+
+
+@each_layout
+def test_schedulers_change_the_rates_as_in_one_process(layout: str, tmp_path: Path) -> None:
+    for found in run_ranks(LAYOUTS[layout][0], schedule, layout, str(tmp_path)):
+        for name, (rates, expected) in schedule_in_one_process().items():
+            assert len({tuple(rate) for rate in rates}) > 1, f"{name} does not change the rates"
+            assert found[name][0] == [pytest.approx(rate, rel=1e-12) for rate in rates], name
+            assert same(found[name][1], expected), name
+
+
+# -- accumulation ---------------------------------------------------------------------------------------------------
+
+WINDOWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "short last window": lambda: {"accumulate_grad_batches": 3},
+    "window longer than the epoch": lambda: {"accumulate_grad_batches": 9},
+    "from epoch to epoch": lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})]},
+}
+
+
+def accumulate(layout: str, **options: Any) -> dict[str, tuple[int, dict[str, Tensor]]]:
+    found = {}
+    for name, make in WINDOWS.items():
+        module = Mixed("SGD foreach")
+        run = trainer(strategy_of(layout, **options), max_epochs=2, **make())
+        run.fit(module, batches(5))
+        found[name] = run.global_step, weights(module)
+    return found
+
+
+@functools.cache
+def accumulate_in_one_process() -> dict[str, tuple[int, dict[str, Tensor]]]:
+    return run_ranks(1, accumulate, "one")[0]
+
+
+@each_layout
+@pytest.mark.parametrize("sync", ["auto", True, False])
+def test_accumulation_with_a_short_last_window(layout: str, sync: Any) -> None:
+    for found in run_ranks(LAYOUTS[layout][0], accumulate, layout, sync_every_batch=sync):
+        for name, (steps, expected) in accumulate_in_one_process().items():
+            assert found[name][0] == steps, name
+            assert same(found[name][1], expected), name

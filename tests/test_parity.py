@@ -11,6 +11,7 @@ from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import LAYOUTS, Run, assert_same_training, build_strategy, make_trainer, train
 
+
 def matrix() -> list[object]:
     """Every layout, host and model with accumulation 1 and 3, clipped or not; half of it in the long run only."""
     quick = {("nanogpt", "trainer"), ("llama", "fabric")}

@@ -35,9 +35,7 @@ _ELEMENTWISE = frozenset(
         torch.ops.aten.index_put_.default,  # `x[x > 0] = number`, with a mask of the tensor's own layout
     ]
 )
-_MATRIX_PRODUCTS = frozenset(
-    [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default]
-)
+_MATRIX_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -162,7 +160,9 @@ def _laid_out_as(target: Any, operand: Any) -> Any:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)) if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

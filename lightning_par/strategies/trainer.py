@@ -31,7 +31,7 @@ from lightning_par.parallel.apply import Parallelized, parallelized, remap_optim
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, foreign, loaders
+from lightning_par.strategies import _compat, foreign, loaders, plateaus
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -163,6 +163,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.barrier("parallelised")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._undo.append(plateaus.decide_alike(self.lightning_module, self.all_gather))
         self.setup_precision_plugin()
 
     @override
