@@ -19,6 +19,7 @@ from parity import LAYOUTS, build_strategy, make_trainer
 
 FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
+GLOBAL_BATCH = 4
 
 each_layout = pytest.mark.parametrize(
     "layout",
@@ -104,6 +105,11 @@ def part(samples: int, batch_size: int = 1) -> Any:
     """This rank's samples; one process takes all of them, in the order of the ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return numbers(100, batch_size, sampler=range(rank, samples, ranks))
+
+
+def batches(steps: int) -> Any:
+    """The samples of a rank; whatever the layout, a step sees the same ones, and the loss is their mean."""
+    return part(steps * GLOBAL_BATCH, GLOBAL_BATCH // dist.get_world_size())
 
 
 def own(*samples: list[int], batch_size: int = 1) -> DataLoader[Tensor]:

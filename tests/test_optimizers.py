@@ -11,20 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from probe import Probe, each_layout, launched, part, same, strategy_of, trainer, weights
+from probe import Probe, batches, each_layout, launched, same, strategy_of, trainer, weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from lightning_par.testing import RanksFailed, run_ranks
 from parity import LAYOUTS
-
-GLOBAL_BATCH = 4
-
-
-def batches(steps: int) -> Any:
-    """The samples of a rank; whatever the layout, a step sees the same ones, and the loss is their mean."""
-    return part(steps * GLOBAL_BATCH, GLOBAL_BATCH // dist.get_world_size())
 
 
 class Mixed(Probe):

@@ -31,7 +31,7 @@ from lightning_par.parallel.apply import Parallelized, parallelized, remap_optim
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, foreign, loaders, plateaus
+from lightning_par.strategies import _compat, foreign, hooks, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -58,6 +58,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._turns: loaders.Turns | None = None
         self._alone = False
         self._compared_batches: set[str | None] = set()
+        self._looked_at = False
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -163,7 +164,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.barrier("parallelised")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._undo.append(plateaus.decide_alike(self.lightning_module, self.all_gather))
+            self._looked_at = hooks.look_at_parameters_between_steps(trainer)
+            self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
         self.setup_precision_plugin()
 
     @override
@@ -214,6 +216,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.parallelized.finish_backward()
+        if self._looked_at:
+            self.parallelized.data.reshard()
 
     @override
     def optimizer_step(

@@ -1,4 +1,4 @@
-"""One decision of `ReduceLROnPlateau` on all ranks, also by a metric that each rank logged for itself."""
+"""Hooks of Lightning in which ranks would part, or would see other parameters than between steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 
@@ -36,3 +37,11 @@ def decide_alike(module: pl.LightningModule, gather: Callable[[Tensor], Tensor])
 
     module.lr_scheduler_step = step_alike  # type: ignore[method-assign]
     return undo
+
+
+def look_at_parameters_between_steps(trainer: Any) -> bool:
+    """Whether a user's own hook runs after each batch, and may read or change parameters there (an average of them)."""
+    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith(("lightning.", "lightning_par."))]
+    return is_overridden("on_train_batch_end", trainer.lightning_module) or any(
+        is_overridden("on_train_batch_end", callback, pl.Callback) for callback in callbacks
+    )
