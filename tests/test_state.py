@@ -108,3 +108,83 @@ def test_own_averages_follow_as_in_one_process(layout: str, accumulate: int, tmp
         accumulate_grad_batches=accumulate,
     ):
         assert same(found, expected)
+
+
+# -- buffers and running statistics ---------------------------------------------------------------------------------
+
+
+class Buffered(Probe):
+    """Normalises by batches, and counts in a buffer that is saved and in one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.append(nn.BatchNorm1d(4))
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.history: dict[str, list[State]] = {"start": [], "before": [], "inside": []}
+
+    def take(self, moment: str) -> None:
+        self.history[moment].append({name: buffer.double() + 0 for name, buffer in self.named_buffers()})
+
+    def on_train_start(self) -> None:
+        self.take("start")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.total += batch.sum()
+        self.scratch += batch.float().mean()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.take("before")
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.take("inside")
+        super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def keep_buffers(layout: str, folder: str, kind: str) -> tuple[dict[str, list[State]], dict[str, list[State]]]:
+    """What the buffers are in a fit that validates in its middle and saves at its end, and after a resume."""
+    first, second, path = Buffered(), Buffered(), f"{folder}/buffers-{layout}.ckpt"
+    run = trainer(strategy_of(layout, state_dict_type=kind), val_check_interval=2)
+    run.fit(first, batches(3), batches(1))
+    run.save_checkpoint(path)
+    first.take("inside")
+    trainer(strategy_of(layout, state_dict_type=kind), max_epochs=2).fit(second, batches(3), ckpt_path=path)
+    return first.history, second.history
+
+
+@each_layout
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_buffers_are_those_of_the_first_rank_where_they_are_read(layout: str, kind: str, tmp_path: Path) -> None:
+    ranks = run_ranks(LAYOUTS[layout][0], keep_buffers, layout, str(tmp_path), kind)
+    (first, _), (other, _) = ranks[:2]
+    assert not same(first["before"][0], other["before"][0], 1e-3), "the ranks see the same data"
+    saved = {name: value for name, value in first["before"][0].items() if name != "scratch"}
+    for history, resumed in ranks:
+        # In the middle of the epoch, and in the checkpoint, where rank 0 has gone on.
+        assert same(history["inside"][0], first["inside"][0])
+        assert same(history["inside"][1], first["before"][0])
+        assert same({name: resumed["start"][0][name] for name in saved}, saved)
+        assert not resumed["start"][0]["scratch"].any()
+
+
+def normalise(layout: str, **options: Any) -> tuple[State, State, float]:
+    module = Buffered()
+    run = trainer(strategy_of(layout), max_epochs=2, sync_batchnorm=layout != "one", **options)
+    run.fit(module, batches(3), batches(2))
+    buffers = {name: b.double() for name, b in module.named_buffers() if name not in ("total", "scratch")}
+    return weights(module), buffers, float(run.callback_metrics["val_loss"])
+
+
+@each_layout
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sync_batchnorm_normalises_by_the_whole_batch(layout: str, accumulate: int) -> None:
+    [expected] = run_ranks(1, normalise, "one", accumulate_grad_batches=accumulate)
+    for found in run_ranks(LAYOUTS[layout][0], normalise, layout, accumulate_grad_batches=accumulate):
+        assert same(found[0], expected[0])
+        assert same(found[1], expected[1])
+        assert found[2] == pytest.approx(expected[2], rel=1e-9)

@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
+from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
@@ -151,6 +152,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         module = self.precision_plugin.convert_module(self.lightning_module)
         if self._layer_sync is not None and parallelized(module) is None:
             module = self._layer_sync.apply(module)
+            synchronise_over(module, self.mesh.group("data"))
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
