@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from probe import Probe, batches, each_layout, same, strategy_of, trainer, weights
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from probe import GLOBAL_BATCH, Probe, batches, each_layout, part, same, strategy_of, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import copy_full_into, full_tensor
-from lightning_par.testing import run_ranks
+from lightning_par.testing import RanksFailed, run_ranks
 from parity import LAYOUTS
 
 State = dict[str, Tensor]
@@ -188,3 +200,156 @@ def test_sync_batchnorm_normalises_by_the_whole_batch(layout: str, accumulate: i
         assert same(found[0], expected[0])
         assert same(found[1], expected[1])
         assert found[2] == pytest.approx(expected[2], rel=1e-9)
+
+
+# -- finders --------------------------------------------------------------------------------------------------------
+
+
+class Searching(Probe):
+    """Has what the finders change, and its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = GLOBAL_BATCH // dist.get_world_size()
+        self.lr = 0.01
+
+    def train_dataloader(self) -> Any:
+        return part(12 * GLOBAL_BATCH, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def find_rate(layout: str, folder: str, how: str) -> Any:
+    """The rates that were tried, the one that was chosen, and the weights of the training that follows."""
+    module, options = Searching(), {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
+    finder: Any = LearningRateFinder(num_training_steps=20, **options)
+    callbacks = [finder] if how == "callback" else []
+    run = trainer(strategy_of(layout), callbacks=callbacks, default_root_dir=folder, max_epochs=2)
+    found = Tuner(run).lr_find(module, num_training=20, **options) if how == "tuner" else None
+    run.fit(module)
+    found = found or finder.optimal_lr
+    return found.results["lr"], module.lr, weights(module), run.global_step
+
+
+def find_batch_size(layout: str, folder: str, how: str) -> int:
+    module = Searching()
+    callbacks = [BatchSizeFinder(max_trials=3)] if how == "callback" else []
+    run = trainer(strategy_of(layout), callbacks=callbacks, default_root_dir=folder)
+    if how == "tuner":
+        Tuner(run).scale_batch_size(module, max_trials=3)
+    run.fit(module)
+    return module.batch_size
+
+
+@functools.cache
+def found_in_one_process(how: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(1, find_rate, "one", folder, how)[0]
+
+
+@each_layout
+@pytest.mark.parametrize("how", ["callback", "tuner"])
+def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
+    tried, chosen, expected, steps = found_in_one_process(how)
+    for found in run_ranks(LAYOUTS[layout][0], find_rate, layout, str(tmp_path), how):
+        assert found[0] == pytest.approx(tried)
+        assert found[1] == pytest.approx(chosen) != 0.01
+        assert same(found[2], expected)
+        assert found[3] == steps
+    assert not list(tmp_path.glob(".lr_find*")), "the finder's own checkpoint is left"
+
+
+@each_layout
+@pytest.mark.parametrize("how", ["callback", "tuner"])
+def test_batch_size_finder_works_on_one_rank_and_is_refused_on_several(layout: str, how: str, tmp_path: Path) -> None:
+    if layout != "hsdp2x2":
+        assert run_ranks(1, find_batch_size, layout, str(tmp_path), how) == [8]
+    with pytest.raises(
+        RanksFailed, match=r"[Bb]atch size (finder )?is (currently )?not supported with distributed strat"
+    ):
+        run_ranks(LAYOUTS[layout][0], find_batch_size, layout, str(tmp_path), how)
+
+
+# -- averages of Lightning's callbacks ------------------------------------------------------------------------------
+
+
+class Doubled(Probe):
+    """In fp64 from the start, as nobody converts the copies that callbacks make of it; with a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("total", torch.zeros(()))
+        self.double()
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "SWA": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2),
+    "mean": WeightAveraging,
+    "mean without buffers": lambda: WeightAveraging(use_buffers=False),
+    "EMA": lambda: EMAWeightAveraging(decay=0.6),
+    "EMA of some steps": lambda: EMAWeightAveraging(decay=0.6, update_every_n_steps=3, update_starting_at_step=2),
+    "EMA by epoch": lambda: EMAWeightAveraging(decay=0.6, update_every_n_steps=0, update_starting_at_epoch=1),
+}
+
+
+def average(layout: str, name: str, folder: str, kind: str = "sharded") -> tuple[State, State, list[float]]:
+    """The weights of a fit that never stops and of one that does, and the losses of validation by the averages."""
+    options = {} if layout == "one" else {"state_dict_type": kind}
+    found, losses = [], []
+    for ckpt_path in (None, f"{folder}/epoch=1.ckpt"):
+        module, seen = Doubled(), Losses()
+        # After the second epoch the average differs from the weights.
+        saver = ModelCheckpoint(folder, "{epoch}", every_n_epochs=2, save_top_k=-1, save_on_train_epoch_end=True)
+        run = trainer(
+            strategy_of(layout, **options),
+            max_epochs=4,
+            callbacks=[AVERAGES[name](), seen, saver],
+            enable_checkpointing=True,
+        )
+        run.fit(module, batches(3), batches(2), ckpt_path=ckpt_path)
+        found.append(weights(module))
+        losses.append(seen.losses)
+    assert losses[1] == pytest.approx(losses[0][2:], rel=1e-9)
+    return found[0], found[1], losses[0]
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+@functools.cache
+def average_in_one_process(name: str) -> tuple[State, State, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(1, average, "one", name, folder)[0]
+
+
+@each_layout
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_of_callbacks(layout: str, name: str, tmp_path: Path) -> None:
+    if name == "SWA" and layout != "ddp":
+        with pytest.raises(RanksFailed, match="ParallelConfigError(?s:.)*StochasticWeightAveraging copies the module"):
+            run_ranks(LAYOUTS[layout][0], average, layout, name, str(tmp_path))
+        return
+    expected, resumed_alone, losses = average_in_one_process(name)
+    assert same(resumed_alone, expected), "Lightning does not go on as if never stopped"
+    for straight, resumed, found in run_ranks(LAYOUTS[layout][0], average, layout, name, str(tmp_path)):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert same(straight, expected)
+        assert same(resumed, expected)
