@@ -32,7 +32,7 @@ from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, foreign, hooks, loaders
+from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -60,6 +60,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._alone = False
         self._compared_batches: set[str | None] = set()
         self._looked_at = False
+        self._average: averaging.Average | None = None
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -147,7 +148,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
+        problems = Problems()
+        sharded = self._requested_layout().dp_shard_size != 1
+        problems.extend(averaging.problems(trainer.callbacks, sharded=sharded))  # type: ignore[attr-defined]
+        problems.raise_if_any()
         _compat.evaluation_without_inference_mode(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if self._layer_sync is not None and parallelized(module) is None:
@@ -158,6 +162,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
+        self._average = averaging.follow(trainer, self.parallelized)
         if self.parallelized.data.sharded:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -181,20 +186,6 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             remap_optimizer(optimizer, [self.parallelized])
-
-    def _refuse(self, trainer: pl.Trainer) -> None:
-        """Refuse what Lightning would let through and do wrongly under sharding."""
-        problems = Problems()
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        averaging = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
-        for callback in callbacks:
-            if isinstance(callback, averaging) and self._requested_layout().dp_shard_size != 1:
-                name = type(callback).__name__
-                problems.add(
-                    f"{name} copies the module before it is sharded, and averages its whole parameters with shards",
-                    f"leave out {name}, or replicate the parameters: strategy='par_ddp'",
-                )
-        problems.raise_if_any()
 
     def _connect_metrics(self) -> None:
         """Merge the states of each torchmetrics object over the data ranks, not over the whole world."""
@@ -361,7 +352,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._state_dict_type == "full":
+        full = self._state_dict_type == "full"
+        beside = self._average.prepare_checkpoint(checkpoint, full=full) if self._average is not None else {}
+        if full:
             path = self.broadcast(filepath)
             if self.is_global_zero:
                 make_way(path)
@@ -379,6 +372,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             model=checkpoint.pop("state_dict"),
             optimizers=checkpoint.pop("optimizer_states", []),
             meta=checkpoint,
+            beside=beside,
         )
 
     @override
@@ -397,6 +391,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                 strict=self.lightning_module.strict_loading,
                 weights_only=bool(weights_only),
             )
+            if fitting and self._average is not None:
+                self._average.restore(path, meta)
             return meta
         checkpoint = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         saved = checkpoint.get("optimizer_states")
