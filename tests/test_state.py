@@ -340,16 +340,64 @@ def average_in_one_process(name: str) -> tuple[State, State, list[float]]:
         return run_ranks(1, average, "one", name, folder)[0]
 
 
+def average_wrongly(how: str) -> None:
+    callbacks = [WeightAveraging(), EMAWeightAveraging()] if how == "two" else [EMAWeightAveraging()]
+    run = trainer("par_fsdp", callbacks=callbacks)
+    with run.init_module(empty_init=how == "meta"):
+        module = Probe()
+    run.fit(module, batches(1))
+    run.fit(module, batches(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("two", "WeightAveraging and EMAWeightAveraging would each put"),
+        ("meta", "EMAWeightAveraging copies the module when a fit begins, and its parameters have no values"),
+        ("again", "EMAWeightAveraging copies the module when a fit begins, and an earlier run has sharded it"),
+    ],
+)
+def test_averages_that_cannot_work_are_refused(how: str, words: str) -> None:
+    with pytest.raises(RanksFailed, match=f"ParallelConfigError(?s:.)*{words}"):
+        run_ranks(2, average_wrongly, how)
+
+
+def average_statistics(layout: str, folder: str, kind: str) -> tuple[State, State, State]:
+    """Averages of running statistics, in validation and in a file; what plain Lightning loads from that, if it can."""
+    module, path = Buffered(), f"{folder}/file.ckpt"
+    run = trainer(
+        strategy_of(layout, state_dict_type=kind), callbacks=[EMAWeightAveraging(decay=0.5)], accumulate_grad_batches=2
+    )
+    run.fit(module, batches(4), batches(1))
+    run.save_checkpoint(path)
+    again, plain = Buffered(), Buffered()
+    trainer(strategy_of(layout, state_dict_type=kind)).validate(again, batches(1), ckpt_path=path, verbose=False)
+    if kind == "full":
+        plain.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+    return module.history["inside"][0], weights(module), weights(plain if kind == "full" else again)
+
+
 @each_layout
-@pytest.mark.parametrize("name", AVERAGES)
-def test_averages_of_callbacks(layout: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tmp_path: Path) -> None:
+    ranks = run_ranks(LAYOUTS[layout][0], average_statistics, layout, str(tmp_path), kind)
+    for inside, trained, loaded in ranks:
+        assert same(inside, ranks[0][0]), "the ranks evaluate by different statistics"
+        assert same(loaded, trained, 1e-6 if kind == "full" else 1e-9)  # Plain Lightning has built it in fp32.
+
+
+@each_layout
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "sharded") for name in AVERAGES), ("EMA", "full"), ("SWA", "full")]
+)
+def test_averages_of_callbacks(layout: str, name: str, kind: str, tmp_path: Path) -> None:
     if name == "SWA" and layout != "ddp":
         with pytest.raises(RanksFailed, match="ParallelConfigError(?s:.)*StochasticWeightAveraging copies the module"):
             run_ranks(LAYOUTS[layout][0], average, layout, name, str(tmp_path))
         return
     expected, resumed_alone, losses = average_in_one_process(name)
     assert same(resumed_alone, expected), "Lightning does not go on as if never stopped"
-    for straight, resumed, found in run_ranks(LAYOUTS[layout][0], average, layout, name, str(tmp_path)):
+    for straight, resumed, found in run_ranks(LAYOUTS[layout][0], average, layout, name, str(tmp_path), kind):
         assert found == pytest.approx(losses, rel=1e-9)
         assert same(straight, expected)
         assert same(resumed, expected)

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_par import checkpoint as ckpt
-from lightning_par.errors import Problem
+from lightning_par.errors import Problems
 from lightning_par.parallel import apply
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.precision import resolve_precision
@@ -25,28 +25,41 @@ _CURRENT = "current_model_state"
 _COUNTS = "averaging_state"
 
 
-def problems(callbacks: list[pl.Callback], *, sharded: bool) -> list[Problem]:
-    """Find callbacks that average the weights in a way that cannot work."""
-    found = []
-    for callback in callbacks:
-        name = type(callback).__name__
+def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
+    """Refuse callbacks that average the weights in a way that cannot work, before they copy the module.
+
+    Raises:
+        ParallelConfigError: Naming the callbacks.
+    """
+    trainer: Any = module.trainer
+    names = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging)]
+    problems = Problems()
+    for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging) and sharded:
-            found.append(
-                Problem(
-                    f"{name} copies the module before it is sharded, and averages its whole parameters with shards",
-                    "WeightAveraging(), which averages shards, or strategy='par_ddp'",
-                )
+            problems.add(
+                f"{type(callback).__name__} copies the module before it is sharded, and averages its whole parameters "
+                "with shards",
+                "WeightAveraging(), which averages shards, or strategy='par_ddp'",
             )
-    names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if len(names) > 1:
-        found.append(
-            Problem(
-                f"{' and '.join(names)} would each put its average in the place of the weights, in validation and in "
-                "checkpoints",
-                f"keep one of them, such as {names[0]}",
-            )
+        problems.add(
+            f"{' and '.join(names)} would each put its average in the place of the weights, in validation and in "
+            "checkpoints",
+            f"keep one of them, such as {names[0]}",
         )
-    return found
+    if names and trainer.state.fn == TrainerFn.FITTING:
+        handle = apply.parallelized(module)
+        if handle is not None and handle.data.sharded:
+            problems.add(
+                f"{names[0]} copies the module when a fit begins, and an earlier run has sharded it already",
+                "build the module anew, and load its checkpoint",
+            )
+        if any(p.is_meta for p in module.parameters()):
+            problems.add(
+                f"{names[0]} copies the module when a fit begins, and its parameters have no values yet",
+                "build the module without empty_init, or in configure_model",
+            )
+    problems.raise_if_any()
 
 
 def follow(trainer: pl.Trainer, handle: apply.Parallelized) -> Average | None:

@@ -26,7 +26,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
-from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
@@ -126,9 +126,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def setup_environment(self) -> None:
         self.set_world_ranks()
         self._check()
+        assert self.lightning_module is not None
+        averaging.refuse(self.lightning_module, sharded=self._requested_layout().dp_shard_size != 1)
         super().setup_environment()
         self._connect()
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.mesh.root
         self._met_after_exception = False
         self._run = self.broadcast(uuid.uuid4().hex)
@@ -148,10 +149,6 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        problems = Problems()
-        sharded = self._requested_layout().dp_shard_size != 1
-        problems.extend(averaging.problems(trainer.callbacks, sharded=sharded))  # type: ignore[attr-defined]
-        problems.raise_if_any()
         _compat.evaluation_without_inference_mode(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if self._layer_sync is not None and parallelized(module) is None:
