@@ -21,11 +21,16 @@ FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
 GLOBAL_BATCH = 4
 
-each_layout = pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] if ranks > 2 else []) for name, (ranks, _) in LAYOUTS.items()],
-)
-"""The whole family by the names of `parity.LAYOUTS`, on two ranks, and HSDP on four in the long run."""
+
+def layouts(*quick: str) -> Any:
+    """Run a test in each layout of `parity.LAYOUTS`, in those that are not named in the long run only."""
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in LAYOUTS]
+    )
+
+
+each_layout = layouts("ddp", "zero1", "zero2", "fsdp")
+ddp_and_fsdp = layouts("ddp", "fsdp")
 
 
 class Numbers(Dataset[Tensor]):
@@ -107,9 +112,9 @@ def part(samples: int, batch_size: int = 1) -> Any:
     return numbers(100, batch_size, sampler=range(rank, samples, ranks))
 
 
-def batches(steps: int) -> Any:
+def batches(steps: int, size: int = GLOBAL_BATCH) -> Any:
     """The samples of a rank; whatever the layout, a step sees the same ones, and the loss is their mean."""
-    return part(steps * GLOBAL_BATCH, GLOBAL_BATCH // dist.get_world_size())
+    return part(steps * size, size // dist.get_world_size())
 
 
 def own(*samples: list[int], batch_size: int = 1) -> DataLoader[Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from probe import Probe, batches, each_layout, launched, same, strategy_of, trainer, weights
+from probe import Probe, batches, ddp_and_fsdp, each_layout, launched, layouts, same, strategy_of, trainer, weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
@@ -215,14 +215,12 @@ def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> Non
     assert_resumed_as_never_stopped(TYPICAL, layout, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow]) for name in LAYOUTS]
-)
+@layouts("fsdp")
 def test_all_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped([n for n in OPTIMIZERS if n not in (*TYPICAL, "LBFGS")], layout, tmp_path)
 
 
-@each_layout
+@ddp_and_fsdp
 def test_several_optimizers_and_early_ones(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped(MODULES, layout, tmp_path)
 
@@ -304,7 +302,7 @@ def uninterrupted_loops() -> dict[str, list[dict[str, Tensor]]]:
     return {name: [loop("one", name, 1, epochs) for epochs in (1, 2)] for name in FABRIC}
 
 
-@each_layout
+@ddp_and_fsdp
 def test_optimizers_of_fabric_train_and_resume(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(LAYOUTS[layout][0], loops, layout, str(tmp_path)):
         for name, expected in loops_in_one_process().items():
@@ -393,7 +391,7 @@ def schedule_in_one_process() -> dict[str, tuple[list[list[float]], dict[str, Te
     return run_ranks(1, schedule, "one", "")[0]
 
 
-@each_layout
+@ddp_and_fsdp
 def test_schedulers_change_the_rates_as_in_one_process(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(LAYOUTS[layout][0], schedule, layout, str(tmp_path)):
         for name, (rates, expected) in schedule_in_one_process().items():

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from probe import GLOBAL_BATCH, Probe, batches, each_layout, part, same, strategy_of, trainer, weights
+from probe import GLOBAL_BATCH, Probe, batches, ddp_and_fsdp, each_layout, part, same, strategy_of, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import copy_full_into, full_tensor
@@ -162,14 +162,14 @@ def keep_buffers(layout: str, folder: str, kind: str) -> tuple[dict[str, list[St
     """What the buffers are in a fit that validates in its middle and saves at its end, and after a resume."""
     first, second, path = Buffered(), Buffered(), f"{folder}/buffers-{layout}.ckpt"
     run = trainer(strategy_of(layout, state_dict_type=kind), val_check_interval=2)
-    run.fit(first, batches(3), batches(1))
+    run.fit(first, batches(3, 8), batches(1, 8))
     run.save_checkpoint(path)
     first.take("inside")
-    trainer(strategy_of(layout, state_dict_type=kind), max_epochs=2).fit(second, batches(3), ckpt_path=path)
+    trainer(strategy_of(layout, state_dict_type=kind), max_epochs=2).fit(second, batches(3, 8), ckpt_path=path)
     return first.history, second.history
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_buffers_are_those_of_the_first_rank_where_they_are_read(layout: str, kind: str, tmp_path: Path) -> None:
     ranks = run_ranks(LAYOUTS[layout][0], keep_buffers, layout, str(tmp_path), kind)
@@ -251,7 +251,7 @@ def found_in_one_process(how: str) -> Any:
         return run_ranks(1, find_rate, "one", folder, how)[0]
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("how", ["callback", "tuner"])
 def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
     tried, chosen, expected, steps = found_in_one_process(how)
@@ -263,7 +263,7 @@ def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".lr_find*")), "the finder's own checkpoint is left"
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("how", ["callback", "tuner"])
 def test_batch_size_finder_works_on_one_rank_and_is_refused_on_several(layout: str, how: str, tmp_path: Path) -> None:
     if layout != "hsdp2x2":
@@ -368,16 +368,16 @@ def average_statistics(layout: str, folder: str, kind: str) -> tuple[State, Stat
     run = trainer(
         strategy_of(layout, state_dict_type=kind), callbacks=[EMAWeightAveraging(decay=0.5)], accumulate_grad_batches=2
     )
-    run.fit(module, batches(4), batches(1))
+    run.fit(module, batches(4, 8), batches(1, 8))
     run.save_checkpoint(path)
     again, plain = Buffered(), Buffered()
-    trainer(strategy_of(layout, state_dict_type=kind)).validate(again, batches(1), ckpt_path=path, verbose=False)
+    trainer(strategy_of(layout, state_dict_type=kind)).validate(again, batches(1, 8), ckpt_path=path, verbose=False)
     if kind == "full":
         plain.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
     return module.history["inside"][0], weights(module), weights(plain if kind == "full" else again)
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tmp_path: Path) -> None:
     ranks = run_ranks(LAYOUTS[layout][0], average_statistics, layout, str(tmp_path), kind)
@@ -386,7 +386,7 @@ def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tm
         assert same(loaded, trained, 1e-6 if kind == "full" else 1e-9)  # Plain Lightning has built it in fp32.
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "sharded") for name in AVERAGES), ("EMA", "full"), ("SWA", "full")]
 )
