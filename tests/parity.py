@@ -20,6 +20,13 @@ from lightning_par.testing import run_ranks
 from models import MODELS, loader
 
 BATCH = 2
+LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]]]] = {
+    "ddp": (2, ("DataParallelStrategy", {})),
+    "zero1": (2, ("ZeROStrategy", {"stage": 1})),
+    "zero2": (2, ("ZeROStrategy", {"stage": 2})),
+    "fsdp": (2, ("FSDP2Strategy", {})),
+    "hsdp2x2": (4, ("HSDPStrategy", {"dp_shard_size": 2})),
+}
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_par.parallel.shards import full_tensor
-from parity import make_trainer
+from parity import LAYOUTS, build_strategy, make_trainer
 
 FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
+GLOBAL_BATCH = 4
+
+
+def layouts(*quick: str) -> Any:
+    """Run a test in each layout of `parity.LAYOUTS`, in those that are not named in the long run only."""
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in LAYOUTS]
+    )
+
+
+each_layout = layouts("ddp", "zero1", "zero2", "fsdp")
+ddp_and_fsdp = layouts("ddp", "fsdp")
 
 
 class Numbers(Dataset[Tensor]):
@@ -92,6 +106,17 @@ def numbers(samples: int, batch_size: int = 1, **options: Any) -> DataLoader[Ten
     return DataLoader(Numbers(samples), batch_size=batch_size, **options)
 
 
+def part(samples: int, batch_size: int = 1) -> Any:
+    """This rank's samples; one process takes all of them, in the order of the ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return numbers(100, batch_size, sampler=range(rank, samples, ranks))
+
+
+def batches(steps: int, size: int = GLOBAL_BATCH) -> Any:
+    """The samples of a rank; whatever the layout, a step sees the same ones, and the loss is their mean."""
+    return part(steps * size, size // dist.get_world_size())
+
+
 def own(*samples: list[int], batch_size: int = 1) -> DataLoader[Tensor]:
     """A loader whose sampler gives each rank the samples listed for it."""
     mine = samples[dist.get_rank() % len(samples)]
@@ -113,3 +138,20 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A quiet Trainer on all ranks there are, in float64."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return make_trainer(ranks, strategy, **({"max_epochs": 1, "precision": "64-true"} | options))
+
+
+def launched(strategy: Any, **options: Any) -> Fabric:
+    """A Fabric on all ranks there are, in float64."""
+    fabric = Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **({"precision": "64-true"} | options)
+    )
+    fabric.launch()
+    return fabric
+
+
+def strategy_of(layout: str, host: str = "trainer", **more: Any) -> Any:
+    """The strategy of a layout of `parity.LAYOUTS`, with more options; "one" is one process without any."""
+    if layout == "one":
+        return "auto"
+    name, options = LAYOUTS[layout][1]
+    return build_strategy((name, options | more), host)

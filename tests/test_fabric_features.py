@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from probe import FAMILY, TWO, Probe, numbers, own, same, weights
+from probe import FAMILY, TWO, Probe, launched, numbers, own, part, same, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import full_tensor
@@ -21,21 +21,6 @@ from lightning_par.testing import RanksFailed, run_ranks
 every_layout = pytest.mark.parametrize(
     "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
 )
-
-
-def launched(strategy: Any, **options: Any) -> Fabric:
-    """A Fabric on all ranks there are, in float64."""
-    fabric = Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **({"precision": "64-true"} | options)
-    )
-    fabric.launch()
-    return fabric
-
-
-def part(samples: int, batch_size: int = 1) -> Any:
-    """This rank's samples; one process takes all of them, in the order of the ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return numbers(100, batch_size, sampler=range(rank, samples, ranks))
 
 
 class Plain(nn.Module):

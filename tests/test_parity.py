@@ -9,15 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
-from parity import Run, assert_same_training, build_strategy, make_trainer, train
-
-LAYOUTS = {
-    "ddp": (2, ("DataParallelStrategy", {})),
-    "zero1": (2, ("ZeROStrategy", {"stage": 1})),
-    "zero2": (2, ("ZeROStrategy", {"stage": 2})),
-    "fsdp": (2, ("FSDP2Strategy", {})),
-    "hsdp2x2": (4, ("HSDPStrategy", {"dp_shard_size": 2})),
-}
+from parity import LAYOUTS, Run, assert_same_training, build_strategy, make_trainer, train
 
 
 def matrix() -> list[object]:

@@ -18,7 +18,6 @@ import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -32,7 +31,7 @@ from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel.precision import MixedPrecision
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import fabric as fabric_strategies
-from lightning_par.testing import RanksFailed, run_ranks
+from lightning_par.testing import run_ranks
 from models import GPT, Block, NanoGPT, Tokens, loader
 from parity import make_trainer
 
@@ -444,20 +443,7 @@ def test_every_public_name_is_there_for_both_hosts() -> None:
 # -- Lightning's options that need a strategy to act ----------------------------------------------------------------
 
 
-def average_weights(strategy: str, callback: str) -> None:
-    made = StochasticWeightAveraging(1e-2, swa_epoch_start=1) if callback == "swa" else WeightAveraging()
-    make_trainer(2, strategy, max_epochs=3, callbacks=[made]).fit(NanoGPT(), loader(BATCHES[:2]))
-
-
-@pytest.mark.parametrize("callback", ["swa", "ema"])
-def test_averaging_of_weights_is_refused_on_shards_only(callback: str) -> None:
-    run_ranks(2, average_weights, "par_ddp", callback)
-    with pytest.raises(RanksFailed, match="copies the module before it is sharded"):
-        run_ranks(2, average_weights, "par_fsdp", callback)
-
-
 def synchronised_batch_norm() -> bool:
-    """The layer does not run: torch computes it on GPUs only."""
     module = NanoGPT()
     module.norm = nn.BatchNorm1d(4)
     for _ in range(2):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, Timer, TQDMProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from probe import FAMILY, TWO, Probe, numbers, same, trainer, weights
+from probe import FAMILY, TWO, Probe, numbers, part, same, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.strategies import FSDP2Strategy
@@ -25,12 +25,6 @@ from lightning_par.testing import RanksFailed, run_ranks
 every_layout = pytest.mark.parametrize(
     "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
 )
-
-
-def part(samples: int, batch_size: int = 1) -> Any:
-    """This rank's samples; one process takes all of them, in the order of the ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return numbers(100, batch_size, sampler=range(rank, samples, ranks))
 
 
 # -- the same training as in one process ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from lightning_par.checkpoint.full import (
 from lightning_par.checkpoint.sharded import (
     LoadedMeta,
     is_sharded_checkpoint,
+    load_beside,
     load_sharded,
     read_meta,
     remove_checkpoint,
@@ -22,6 +23,7 @@ __all__ = [
     "full_model_state",
     "full_optimizer_state",
     "is_sharded_checkpoint",
+    "load_beside",
     "load_full_model_state",
     "load_full_optimizer_state",
     "load_optimizer_state",

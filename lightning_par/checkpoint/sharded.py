@@ -4,6 +4,7 @@ Files in the directory:
 
 - ``.metadata`` and ``*.distcp``: every tensor, written by ``torch.distributed.checkpoint`` under ``model.<name>`` and
   ``optimizer.<index>.state.<name>.<key>``. Values that are the same on several ranks are stored once.
+  Those that were given as `beside` are under ``beside.<name>``.
 - ``meta.pt``: everything else of the optimizers, and the caller's own mapping; written by rank 0 with `torch.save`.
 - ``random_<rank>.pt``: the default random generators of each rank.
 """
@@ -81,6 +82,7 @@ def save_sharded(
     optimizers: Sequence[Mapping[str, Any]] = (),
     random_state: bool = True,
     meta: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint directory; collective over `process_group`.
@@ -95,6 +97,7 @@ def save_sharded(
         optimizers: What `optimizer_state` gave, for each optimizer.
         random_state: Store the state of each rank's random generators too.
         meta: Anything that `torch.save` takes, without DTensors. Rank 0's is stored.
+        beside: More tensors, of any layout, which only `load_beside` reads.
         process_group: The ranks that save together; the default group when None. Without an initialised process group
             this process saves alone.
 
@@ -106,6 +109,7 @@ def save_sharded(
     target = _local_path(path)
     temporary = target.with_name(f".{target.name}.tmp")
     tensors, record = _split(model, optimizers)
+    tensors |= {f"beside.{name}": value for name, value in (beside or {}).items()}
     record |= {"format": _FORMAT, "world_size": ranks.size, "meta": dict(meta or {})}
 
     def prepare() -> None:
@@ -192,6 +196,26 @@ def load_sharded(
     if random_state:
         _restore_random_state(source, record["world_size"], ranks)
     return LoadedMeta(record["meta"], plan.missing, plan.unexpected + unexpected)
+
+
+def load_beside(
+    path: StrPath, targets: Mapping[str, Tensor], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Read tensors that `save_sharded` was given as `beside`, in place and in any layout; collective.
+
+    Raises:
+        CheckpointError: If the checkpoint lacks one of them, or if a shape differs.
+    """
+    source = _local_path(path)
+    stored = FileSystemReader(source).read_metadata().state_dict_metadata
+    problems = name_problems("tensors beside the model", [n for n in targets if f"beside.{n}" not in stored], [])
+    for name, target in targets.items():
+        item = stored.get(f"beside.{name}")
+        problem = tensor_problem(name, target, item.size) if isinstance(item, TensorStorageMetadata) else None
+        problems += [problem] if problem else []
+    if problems:
+        raise checkpoint_error(f"the checkpoint {source} does not fit", problems)
+    _read_tensors({f"beside.{name}": target for name, target in targets.items()}, source, _Ranks.of(process_group))
 
 
 def read_meta(path: StrPath, *, weights_only: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ _ELEMENTWISE = frozenset(
         torch.ops.aten.index_put_.default,  # `x[x > 0] = number`, with a mask of the tensor's own layout
     ]
 )
+_MATRIX_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class _ShardedOperations(TorchDispatchMode):
@@ -42,7 +45,10 @@ class _ShardedOperations(TorchDispatchMode):
     - A result that is a partial sum (a norm or a mean over the sharded dimension) is reduced at once: torch would keep
       it, and refuse to change it in place.
     - State that an optimizer made as a plain tensor is the same on all ranks; changing it in place by a DTensor works.
+    - A tensor that changes another one of its shape in place gets the layout of that one.
     - Elementwise operations without a sharding rule run on the local shards.
+    - Partial sums of half-precision tensors are not rounded: norms add up in fp32, and matrix products (those of Muon)
+      take whole matrices.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,9 +60,15 @@ class _ShardedOperations(TorchDispatchMode):
         if func._schema.is_mutable and isinstance(target, Tensor) and not isinstance(target, DTensor):
             partner = next((t for t in _compat.leaves((args, kwargs)) if isinstance(t, DTensor)), None)
             if partner is not None:
-                mesh = partner.device_mesh
-                func(DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False), *args[1:], **kwargs)
+                func(_replicated(target, partner.device_mesh), *args[1:], **kwargs)
                 return target
+        if func._schema.is_mutable and args:
+            args = (target, *(_laid_out_as(target, operand) for operand in args[1:]))
+        if isinstance(target, DTensor) and target.dtype in _HALF:
+            if func in _MATRIX_PRODUCTS:
+                args = _compat.map_tensors(_gathered, args)
+            elif func is torch.ops.aten.linalg_vector_norm.default and kwargs.get("dtype") is None:
+                return without_partials(func(*args, **{**kwargs, "dtype": torch.float32})).to(target.dtype)
         return _compat.map_tensors(without_partials, func(*args, **kwargs))
 
 
@@ -132,6 +144,29 @@ def _like(key: str, value: Any, old: Tensor, new: Tensor) -> Any:
     return DTensor.from_local(
         shard, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
     )
+
+
+def _laid_out_as(target: Any, operand: Any) -> Any:
+    """Give an operand the layout of a target of its shape; lists item by item."""
+    if isinstance(target, list | tuple):
+        alike = isinstance(operand, list | tuple) and len(operand) == len(target)
+        return [_laid_out_as(t, x) for t, x in zip(target, operand, strict=True)] if alike else operand
+    if not isinstance(target, DTensor) or not isinstance(operand, Tensor) or operand.shape != target.shape:
+        return operand
+    if not isinstance(operand, DTensor):
+        operand = _replicated(operand, target.device_mesh)
+    same_mesh = operand.device_mesh == target.device_mesh
+    return operand.redistribute(placements=target.placements) if same_mesh else operand
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _same_layout(args: Any) -> bool:

@@ -163,3 +163,14 @@ def set_rank(rank: int) -> None:
 def set_device(module: Any, device: torch.device) -> None:
     """Set what `self.device` says in a LightningModule and those inside it (`_update_properties`, lightning >= 2.2)."""
     _update_properties(module, device=device)
+
+
+def averaged_model(callback: Any) -> Any:
+    """The `AveragedModel` that a `WeightAveraging` callback has made in its setup (`_average_model`, lightning 2.6)."""
+    return callback._average_model
+
+
+def wrap_moves_of_average(callback: Any, around: Callable[..., None]) -> None:
+    """Let `around` call what moves values between an averaged model and the module (`WeightAveraging`, 2.6)."""
+    for name in ("_swap_models", "_copy_average_to_current"):
+        setattr(callback, name, functools.partial(around, getattr(type(callback), name), callback))

@@ -26,12 +26,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
-from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
+from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, foreign, loaders
+from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -58,6 +59,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._turns: loaders.Turns | None = None
         self._alone = False
         self._compared_batches: set[str | None] = set()
+        self._looked_at = False
+        self._average: averaging.Average | None = None
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -123,9 +126,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def setup_environment(self) -> None:
         self.set_world_ranks()
         self._check()
+        assert self.lightning_module is not None
+        averaging.refuse(self.lightning_module, sharded=self._requested_layout().dp_shard_size != 1)
         super().setup_environment()
         self._connect()
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.mesh.root
         self._met_after_exception = False
         self._run = self.broadcast(uuid.uuid4().hex)
@@ -145,17 +149,19 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
         _compat.evaluation_without_inference_mode(trainer)
         module: nn.Module = self.lightning_module
         if parallelized(module) is None:
             module = self.precision_plugin.convert_module(module)
-            module = self._layer_sync.apply(module) if self._layer_sync is not None else module
+            if self._layer_sync is not None:
+                module = self._layer_sync.apply(module)
+                synchronise_over(module, self.mesh.group("data"))
         self._handles = [self._parallelize(module, FORWARD_METHODS)]
         self.model = self.lightning_module
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
+        self._average = averaging.follow(trainer, self.parallelized)
         if self.parallelized.data.sharded:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -164,6 +170,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.barrier("parallelised")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._looked_at = hooks.look_at_parameters_between_steps(trainer)
+            self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
         self.setup_precision_plugin()
 
     @override
@@ -177,20 +185,6 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             remap_optimizer(optimizer, [self.parallelized])
-
-    def _refuse(self, trainer: pl.Trainer) -> None:
-        """Refuse what Lightning would let through and do wrongly under sharding."""
-        problems = Problems()
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        averaging = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
-        for callback in callbacks:
-            if isinstance(callback, averaging) and self._requested_layout().dp_shard_size != 1:
-                name = type(callback).__name__
-                problems.add(
-                    f"{name} copies the module before it is sharded, and averages its whole parameters with shards",
-                    f"leave out {name}, or replicate the parameters: strategy='par_ddp'",
-                )
-        problems.raise_if_any()
 
     def _connect_metrics(self) -> None:
         """Merge the states of each torchmetrics object over the data ranks, not over the whole world."""
@@ -214,6 +208,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.parallelized.finish_backward()
+        if self._looked_at:
+            self.parallelized.data.reshard()
 
     @override
     def optimizer_step(
@@ -355,7 +351,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._state_dict_type == "full":
+        full = self._state_dict_type == "full"
+        beside = self._average.prepare_checkpoint(checkpoint, full=full) if self._average is not None else {}
+        if full:
             path = self.broadcast(filepath)
             if self.is_global_zero:
                 make_way(path)
@@ -373,6 +371,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             model=checkpoint.pop("state_dict"),
             optimizers=checkpoint.pop("optimizer_states", []),
             meta=checkpoint,
+            beside=beside,
         )
 
     @override
@@ -391,6 +390,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                 strict=self.lightning_module.strict_loading,
                 weights_only=bool(weights_only),
             )
+            if fitting and self._average is not None:
+                self._average.restore(path, meta)
             return meta
         checkpoint = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         saved = checkpoint.get("optimizer_states")
