@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_par.parallel import _compat
+from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.strategies import _compat as lightning_compat
 from lightning_par.testing import run_ranks
 
@@ -46,12 +46,12 @@ def fsdp_state() -> None:
     fully_shard(root[0])
     fully_shard(root)
     # Without the call torch refuses a submodule that runs before its root.
-    _compat.finalize_fsdp(root)
+    _compat_fsdp.finalize_fsdp(root)
     root[0](torch.ones(1, 4))
     root(torch.ones(1, 4)).sum().backward()
-    tensors = _compat.fsdp_tensors(root)
+    tensors = _compat_fsdp.fsdp_tensors(root)
     assert sum(t.numel() for t in tensors.sharded) == 40
-    _compat.reset_fsdp_iteration(root)
+    _compat_fsdp.reset_fsdp_iteration(root)
     assert all(p.grad is not None for p in root.parameters())
 
 

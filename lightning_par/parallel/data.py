@@ -38,7 +38,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_par.blocks import BlockPlan
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelMesh
-from lightning_par.parallel import _compat
+from lightning_par.parallel import _compat_fsdp
 from lightning_par.parallel.carried import carry_over, refuse_copies
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
@@ -143,7 +143,7 @@ class DataParallel:
         if self.reducer is not None:
             self.reducer.reset()
         if isinstance(self.module, FSDPModule):
-            _compat.reset_fsdp_iteration(self.module)
+            _compat_fsdp.reset_fsdp_iteration(self.module)
         if self.units is not None:
             self.units.reset()
 
@@ -362,7 +362,7 @@ def register_forward_methods(module: nn.Module, units: Units, names: Iterable[st
     for name in names:
         method = getattr(module, name, None)
         if callable(method):
-            setattr(module, name, units.counted_as_forward(_compat.kept_gathered(module, method)))
+            setattr(module, name, units.counted_as_forward(_compat_fsdp.kept_gathered(module, method)))
             register_fsdp_forward_method(module, name)
             # Whoever asks for the signature unwraps once: Lightning passes a step the arguments that it names.
             getattr(module, name).__func__.__wrapped__ = getattr(method, "__wrapped__", method)
