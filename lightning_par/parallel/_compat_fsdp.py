@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, get_cls_to_fsdp_cls
 
 from lightning_par.parallel._compat import gradient_hooks, set_gradient_hooks
 
@@ -27,6 +28,58 @@ def reset_fsdp_iteration(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+
+
+def make_fsdp_class(module: nn.Module) -> None:
+    """Make FSDP2's class for a module class such as `Net(ABC, nn.Module)`, whose first base has no `__dict__`.
+
+    torch puts `FSDPModule` in front of the class. Python lets an instance change to that class only if both get their
+    `__dict__` in a class over the same base, so where it does not, a stand-in of `FSDPModule` gets it over the same.
+    What is made here is what torch finds in its cache (`get_cls_to_fsdp_cls`, `_unimplemented_deepcopy`, torch >= 2.6).
+
+    Args:
+        module: Gives its class; not changed.
+
+    Raises:
+        TypeError: If no such class can be made: the reason that torch would fail with.
+    """
+    cls = type(module)
+    bases = _line_of_bases(cls)
+    if bases[0] is nn.Module or cls in get_cls_to_fsdp_cls():
+        return
+    refusal: TypeError | None = None
+    for base in (None, *bases):
+        try:
+            made = _fsdp_class(cls, base)
+            module.__class__ = made
+        except TypeError as error:
+            refusal = refusal or error
+            continue
+        module.__class__ = cls
+        # In front of `nn.Module`, as it has an `_apply` of its own.
+        if made.__mro__.index(FSDPModule) < made.__mro__.index(nn.Module):
+            get_cls_to_fsdp_cls()[cls] = made
+            return
+    if refusal is not None:
+        raise refusal
+
+
+def _line_of_bases(cls: type) -> list[type]:
+    """The classes that give an instance its layout in memory, the first one first, without `object`."""
+    line: list[type] = []
+    base: type | None = cls.__base__
+    while base is not None and base is not object:
+        line.insert(0, base)
+        base = base.__base__
+    return line
+
+
+def _fsdp_class(cls: type[nn.Module], base: type | None) -> type[nn.Module]:
+    front: type = FSDPModule
+    if base is not None:
+        # Without original bases Generic takes the stand-in for a class that forgot its parameters.
+        front = type("FSDPModule", (base, FSDPModule), {"__orig_bases__": ()})
+    return type(f"FSDP{cls.__name__}", (front, cls), {"__deepcopy__": _unimplemented_deepcopy})
 
 
 def finalize_fsdp(root: nn.Module) -> None:

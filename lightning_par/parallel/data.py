@@ -278,6 +278,7 @@ class _Units:
         self, modules: list[nn.Module], reshard_after_forward: bool | int, policy: MixedPrecisionPolicy
     ) -> None:
         _check_uniform_dtype(modules)
+        _check_classes(modules)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
@@ -292,6 +293,22 @@ def _offload_policy(mesh: ParallelMesh, cpu_offload: bool) -> OffloadPolicy:
     if not cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _check_classes(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        try:
+            _compat_fsdp.make_fsdp_class(module)
+        except TypeError as error:
+            name = type(module).__name__
+            raise ParallelConfigError(
+                Problem(
+                    f"FSDP2 cannot put a class of its own in front of `{name}`: {error}",
+                    f"let it have subclasses and derive it from nn.Module first, as in `class {name}(nn.Module, ABC)`; "
+                    "or keep it whole on every rank with strategy='par_ddp'",
+                    "strategy: par_ddp",
+                )
+            ) from error
 
 
 def _check_uniform_dtype(modules: Sequence[nn.Module]) -> None:
