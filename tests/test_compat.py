@@ -210,6 +210,12 @@ def test_fsdp_class_of_every_kind_of_base(cls: Any) -> None:
     assert run_ranks(2, fsdp_classes, [cls]) == [[f"FSDP{cls.__name__}"]] * 2
 
 
+def test_classes_that_torch_serves_are_left_to_it() -> None:
+    for module in (nn.Module(), nn.Linear(1, 1), AbstractLast(1, 1)):
+        _compat_fsdp.make_fsdp_class(module)
+    assert not {nn.Module, AbstractLast} & set(get_cls_to_fsdp_cls())
+
+
 class Final(ABC, nn.Linear):
     def __init_subclass__(cls) -> None:
         raise TypeError("Final has no subclasses")

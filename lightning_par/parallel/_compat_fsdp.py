@@ -45,7 +45,7 @@ def make_fsdp_class(module: nn.Module) -> None:
     """
     cls = type(module)
     bases = _line_of_bases(cls)
-    if bases[0] is nn.Module or cls in get_cls_to_fsdp_cls():
+    if cls is nn.Module or bases[0] is nn.Module or cls in get_cls_to_fsdp_cls():
         return
     refusal: TypeError | None = None
     for base in (None, *bases):
