@@ -6,9 +6,12 @@ one function to mend.
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+from abc import ABC, abstractmethod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -19,9 +22,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.utils.data import DataLoader
 
-from lightning_par.parallel import _compat
+from lightning_par.errors import ParallelConfigError
+from lightning_par.parallel import _compat, _compat_fsdp
+from lightning_par.parallel.data import _check_classes
 from lightning_par.strategies import _compat as lightning_compat
 from lightning_par.testing import run_ranks
 
@@ -46,17 +52,182 @@ def fsdp_state() -> None:
     fully_shard(root[0])
     fully_shard(root)
     # Without the call torch refuses a submodule that runs before its root.
-    _compat.finalize_fsdp(root)
+    _compat_fsdp.finalize_fsdp(root)
     root[0](torch.ones(1, 4))
     root(torch.ones(1, 4)).sum().backward()
-    tensors = _compat.fsdp_tensors(root)
+    tensors = _compat_fsdp.fsdp_tensors(root)
     assert sum(t.numel() for t in tensors.sharded) == 40
-    _compat.reset_fsdp_iteration(root)
+    _compat_fsdp.reset_fsdp_iteration(root)
     assert all(p.grad is not None for p in root.parameters())
 
 
 def test_fsdp_state_lazy_init_and_parameter_groups() -> None:
     run_ranks(2, fsdp_state)
+
+
+T = TypeVar("T")
+
+
+class Fields:
+    __slots__ = ("field",)
+
+
+class OnlyDict:
+    __slots__ = ("__dict__",)
+
+
+class Sized(Protocol):
+    def size(self) -> int: ...
+
+
+class SlottedSized(Protocol):
+    __slots__ = ()
+
+    def size(self) -> int: ...
+
+
+class Countable(ABC):
+    @abstractmethod
+    def size(self) -> int: ...
+
+
+class HasSize(nn.Linear):
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+class AbstractFirst(ABC, nn.Linear):
+    pass
+
+
+class AbstractLast(nn.Linear, ABC):
+    pass
+
+
+class Parametrised(Generic[T], nn.Linear):
+    pass
+
+
+class OfInts(Parametrised[int]):
+    pass
+
+
+class AbstractAndParametrised(ABC, Generic[T], nn.Linear):
+    pass
+
+
+class WithProtocol(Sized, HasSize):
+    def size(self) -> int:
+        return super(Sized, self).size()
+
+
+class WithSlottedProtocol(SlottedSized, HasSize):
+    def size(self) -> int:
+        return super(SlottedSized, self).size()
+
+
+class WithAbstractMethod(Countable, nn.Linear):
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+class Lightning(Countable, pl.LightningModule):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+class FieldsFirst(Fields, nn.Linear):
+    pass
+
+
+class FieldsLast(nn.Linear, Fields):
+    pass
+
+
+class OnlyDictFirst(OnlyDict, nn.Linear):
+    pass
+
+
+CLASSES: list[Any] = [
+    nn.Linear,
+    AbstractFirst,
+    AbstractLast,
+    Parametrised,
+    OfInts,
+    AbstractAndParametrised,
+    WithProtocol,
+    WithSlottedProtocol,
+    WithAbstractMethod,
+    Lightning,
+    FieldsFirst,
+    FieldsLast,
+    OnlyDictFirst,
+]
+
+
+def fsdp_classes(classes: list[Any]) -> list[str]:
+    """Shard an instance of each class as torch does an `nn.Linear`, and return the names of the classes then."""
+    names = []
+    for cls in classes:
+        module, other = cls(4, 4), cls(4, 4)
+        if isinstance(module, Fields):
+            module.field = "kept"
+        for one in (module, other):
+            _compat_fsdp.make_fsdp_class(one)
+            assert type(one) is cls
+            fully_shard(one)
+        assert type(module) is type(other)
+        assert isinstance(module, cls)
+        assert isinstance(module, FSDPModule)
+        assert type(module).__mro__[2] is cls  # where torch looks for the user's class
+        module.double()  # FSDP2 has an `_apply` of its own
+        module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        assert module.weight.grad.shape == (4, 4)
+        module.reshard()
+        assert list(module.state_dict()) == list(cls(4, 4).state_dict())
+        with pytest.raises(AssertionError, match="deepcopy"):
+            copy.deepcopy(module)
+        with pytest.raises((pickle.PicklingError, AttributeError), match=f"FSDP{cls.__name__}"):
+            pickle.dumps(module)
+        assert type(pickle.loads(pickle.dumps(cls(4, 4)))) is cls
+        assert type(type(module)(4, 4)) is cls  # torch: an FSDP class called makes a plain module
+        assert not hasattr(module, "size") or module.size() == 16
+        assert getattr(module, "field", "kept") == "kept"
+        names.append(type(module).__name__)
+    return names
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_fsdp_class_of_every_kind_of_base(cls: Any) -> None:
+    """torch alone fails with "__class__ assignment: 'FSDPAbstractFirst' object layout differs from 'AbstractFirst'"."""
+    assert run_ranks(2, fsdp_classes, [cls]) == [[f"FSDP{cls.__name__}"]] * 2
+
+
+def test_classes_that_torch_serves_are_left_to_it() -> None:
+    for module in (nn.Module(), nn.Linear(1, 1), AbstractLast(1, 1)):
+        _compat_fsdp.make_fsdp_class(module)
+    assert not {nn.Module, AbstractLast} & set(get_cls_to_fsdp_cls())
+
+
+class Final(ABC, nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final has no subclasses")
+
+
+def test_a_class_that_fsdp_cannot_extend_is_refused_before_anything_is_sharded() -> None:
+    module = Final(4, 4)
+    with pytest.raises(ParallelConfigError, match=r"(?s)in front of `Final`: Final has no .*fix: .*par_ddp") as error:
+        _check_classes([module])
+    assert isinstance(error.value.__cause__, TypeError)
+    assert type(module) is Final
+    assert Final not in get_cls_to_fsdp_cls()
 
 
 def mesh_views() -> list[list[int]]:

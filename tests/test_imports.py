@@ -24,7 +24,7 @@ ORDER = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 NO_LIGHTNING = {"errors", "layout", "blocks", "parallel", "checkpoint", "resilience", "planner"}
-# ParallelMesh makes its views with the private mesh calls that the one compat module keeps.
+# ParallelMesh makes its views with the private mesh calls that `parallel/_compat.py` keeps.
 ALLOWED = {("layout", "lightning_par.parallel")}
 
 

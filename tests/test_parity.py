@@ -42,6 +42,12 @@ def test_one_rank(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05), 1, LAYOUTS[layout][1])
 
 
+@pytest.mark.parametrize("host", ["trainer", "fabric"])
+@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+def test_bases_without_a_dict(layout: str, host: str) -> None:
+    assert_same_training(Run("unusual:AbstractFirst", accumulate=2, clip=0.05, host=host), 2, LAYOUTS[layout][1])
+
+
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:

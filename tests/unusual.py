@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -309,3 +310,32 @@ class Unfreezing(NanoGPT):
 
 
 __all__ = ["LENGTH", "Block"]
+
+
+T = TypeVar("T")
+
+
+class Layer(ABC):
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class AbstractBlock(Layer, Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(Layer, self).forward(x)
+
+
+class ParametrisedBlock(Generic[T], AbstractBlock):
+    pass
+
+
+class AbstractFirst(Layer, NanoGPT):
+    """Blocks and a LightningModule whose first base has no `__dict__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (AbstractBlock, ParametrisedBlock, ParametrisedBlock[int])
+        self.model.blocks = nn.ModuleList(kind(WIDTH, 2) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NanoGPT.forward(self, x)

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_par.blocks import BlockPlan, find_blocks
 from lightning_par.errors import Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, capabilities, data, gradients, optimizers
+from lightning_par.parallel import _compat, _compat_fsdp, capabilities, data, gradients, optimizers
 from lightning_par.parallel.carried import hook_problems
 from lightning_par.parallel.materialize import capture_init
 from lightning_par.parallel.memory import (
@@ -245,7 +245,7 @@ def parallelize(
         _buffers_to(module, device)
     if handle.units is not None:
         data.register_forward_methods(module, handle.units, forward_methods)
-        _compat.finalize_fsdp(module)
+        _compat_fsdp.finalize_fsdp(module)
         _compat.read_whole_scalars()
     stop_watching = data.watch_for_bypassed_blocks(module, plan) if handle.sharded else lambda: None
     result = Parallelized(

@@ -38,7 +38,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_par.blocks import BlockPlan
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelMesh
-from lightning_par.parallel import _compat
+from lightning_par.parallel import _compat_fsdp
 from lightning_par.parallel.carried import carry_over, refuse_copies
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
@@ -144,7 +144,7 @@ class DataParallel:
         if self.reducer is not None:
             self.reducer.reset()
         if isinstance(self.module, FSDPModule):
-            _compat.reset_fsdp_iteration(self.module)
+            _compat_fsdp.reset_fsdp_iteration(self.module)
         if self.units is not None:
             self.units.reset()
 
@@ -279,6 +279,7 @@ class _Units:
         self, modules: list[nn.Module], reshard_after_forward: bool | int, policy: MixedPrecisionPolicy
     ) -> None:
         _check_uniform_dtype(modules)
+        _check_classes(modules)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
@@ -293,6 +294,22 @@ def _offload_policy(mesh: ParallelMesh, cpu_offload: bool) -> OffloadPolicy:
     if not cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _check_classes(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        try:
+            _compat_fsdp.make_fsdp_class(module)
+        except TypeError as error:
+            name = type(module).__name__
+            raise ParallelConfigError(
+                Problem(
+                    f"FSDP2 cannot put a class of its own in front of `{name}`: {error}",
+                    f"let it have subclasses and derive it from nn.Module first, as in `class {name}(nn.Module, ABC)`; "
+                    "or keep it whole on every rank with strategy='par_ddp'",
+                    "strategy: par_ddp",
+                )
+            ) from error
 
 
 def _check_uniform_dtype(modules: Sequence[nn.Module]) -> None:
@@ -363,7 +380,7 @@ def register_forward_methods(module: nn.Module, units: Units, names: Iterable[st
     for name in names:
         method = getattr(module, name, None)
         if callable(method):
-            setattr(module, name, units.counted_as_forward(_compat.kept_gathered(module, method)))
+            setattr(module, name, units.counted_as_forward(_compat_fsdp.kept_gathered(module, method)))
             register_fsdp_forward_method(module, name)
             # Whoever asks for the signature unwraps once: Lightning passes a step the arguments that it names.
             getattr(module, name).__func__.__wrapped__ = getattr(method, "__wrapped__", method)

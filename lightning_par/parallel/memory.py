@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_par.errors import Problem, Problems
-from lightning_par.parallel import _compat
+from lightning_par.parallel import _compat, _compat_fsdp
 
 Mode = Literal["full", "selective"]
 MODES: tuple[Mode, ...] = ("full", "selective")
@@ -441,7 +441,7 @@ def model_state_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimi
         unsharded copies that FSDP2 holds now; ``gradients``: sharded, replicated, and unsharded ones that wait to be
         reduced; ``optimizer``: optimizer state, and master weights that are no parameters of the module.
     """
-    fsdp = _compat.fsdp_tensors(module)
+    fsdp = _compat_fsdp.fsdp_tensors(module)
     counter = _StorageCounter()
     parameters = counter.add(fsdp.sharded)
     gathered = counter.add(fsdp.gathered)

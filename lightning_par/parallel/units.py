@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_par.errors import ParallelConfigError, Problem
-from lightning_par.parallel import _compat
+from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.order import DIGEST_BYTES, ELSEWHERE, END, GATHER, REDUCE, UnitOrder
 from lightning_par.parallel.shards import class_name
 
@@ -41,10 +41,10 @@ class Units:
         self.announced = False
         self._root = root
         self._group = group
-        self._units: list[_compat.FSDPGroup] = []
-        for i, param_group in enumerate(_compat.fsdp_groups(root)):
+        self._units: list[_compat_fsdp.FSDPGroup] = []
+        for i, param_group in enumerate(_compat_fsdp.fsdp_groups(root)):
             before_gather, before_reduce = partial(self._before_gather, i), partial(self._before_reduce, i)
-            self._units.append(_compat.FSDPGroup(param_group, before_gather, before_reduce))
+            self._units.append(_compat_fsdp.FSDPGroup(param_group, before_gather, before_reduce))
         self._root_units = [unit for unit in self._units if root in unit.modules]
         self._order = UnitOrder(group, class_name(root), _names(root, self._units))
         self._inside = 0
@@ -129,7 +129,7 @@ class Units:
                 )
             )
         if (self._inside or self._strayed) and isinstance(loss, Tensor) and loss.requires_grad:
-            _compat.announce_backward(self._root, loss)
+            _compat_fsdp.announce_backward(self._root, loss)
 
     def finish_backward(self, *, complete: bool) -> None:
         """Call after each backward, on every rank.
@@ -219,6 +219,6 @@ class Units:
         self._missing.clear()
 
 
-def _names(root: nn.Module, units: list[_compat.FSDPGroup]) -> list[str]:
+def _names(root: nn.Module, units: list[_compat_fsdp.FSDPGroup]) -> list[str]:
     names = {module: f"`{name}`" if name else "the root" for name, module in root.named_modules()}
     return [", ".join(names[module] for module in unit.modules) for unit in units]

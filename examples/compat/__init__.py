@@ -1,0 +1,1 @@
+"""Modules and scripts of published packages, trained in one process and under layouts."""
