@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_par import strategies
 from lightning_par.errors import ParallelConfigError
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import capabilities
@@ -75,3 +78,18 @@ def test_all_problems_come_at_once() -> None:
     assert len(error.value.problems) >= 5
     for word in ("zero_stage is 7", "'some'", "sync_every_batch is 3", "tensor parallelism"):
         assert word in str(error.value)
+
+
+def test_each_line_about_existing_modules_names_tests_that_exist() -> None:
+    lines = [line for line in (DOCS / "drop_in.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(lines) > 20
+    for line in lines:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", line)
+        assert named, line
+        for file, test in named:
+            assert f"def {test}(" in (Path(__file__).parent / file).read_text(), (file, test)
+
+
+def test_strategies_are_none_of_lightnings() -> None:
+    assert not issubclass(strategies.MeshStrategy, DDPStrategy)
+    assert issubclass(strategies.DataParallelStrategy, strategies.MeshStrategy)
