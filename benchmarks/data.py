@@ -294,12 +294,13 @@ def import_seconds() -> float:
 def run(size: Size, rounds: int, steps: int, minutes: float) -> str:
     """Run everything and return the report in Markdown; no round but the first begins after so many minutes of them."""
     start = time.monotonic()
+    # Before the memory, whose measurement changes how the process allocates.
+    limit = 60 * minutes
+    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
     peaks = {}
     for name in VARIANTS:
         peaks[name] = max(run_ranks(RANKS, measure_memory, size, name, timeout=300))
         print(f"{time.monotonic() - start:4.0f} s: {peaks[name] / 2**20:5.0f} MiB, {name}", file=sys.stderr)
-    limit = 60 * minutes
-    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
     imports = [import_seconds() for _ in range(size.imports)]
     count = sum(p.numel() for p in GPT(size).parameters())
     done = len(next(iter(samples.values())).wall)

@@ -6,6 +6,7 @@ row mean) stay right. torch lacks a few operations on DTensors; `step_on_shards`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,13 +47,18 @@ class _ShardedOperations(TorchDispatchMode):
       it, and refuse to change it in place.
     - State that an optimizer made as a plain tensor is the same on all ranks; changing it in place by a DTensor works.
     - A tensor that changes another one of its shape in place gets the layout of that one.
-    - Elementwise operations without a sharding rule run on the local shards.
+    - Elementwise operations without a sharding rule run on the local shards, as do those in place, for speed: most of
+      the time of a step over small shards is what DTensor does around each operation.
     - Partial sums of half-precision tensors are not rounded: norms add up in fp32, and matrix products (those of Muon)
       take whole matrices.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        local = _local_operands(args) if _is_pointwise_in_place(func) else None
+        if local is not None:
+            func(*local, **kwargs)
+            return args[0]
         if func in _ELEMENTWISE and _same_layout(args):
             func(*_compat.map_tensors(to_local, args), **_compat.map_tensors(to_local, kwargs))
             return args[0] if isinstance(args[0], Tensor) else None
@@ -69,7 +75,37 @@ class _ShardedOperations(TorchDispatchMode):
                 args = _compat.map_tensors(_gathered, args)
             elif func is torch.ops.aten.linalg_vector_norm.default and kwargs.get("dtype") is None:
                 return without_partials(func(*args, **{**kwargs, "dtype": torch.float32})).to(target.dtype)
-        return _compat.map_tensors(without_partials, func(*args, **kwargs))
+        out = func(*args, **kwargs)
+        return without_partials(out) if isinstance(out, Tensor) else _compat.map_tensors(without_partials, out)
+
+
+@functools.cache
+def _is_pointwise_in_place(func: Any) -> bool:
+    return bool(func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags)
+
+
+def _local_operands(args: Any) -> list[Any] | None:
+    """The shards of an operation's operands, if all of them are numbers or DTensors laid out as the first."""
+    target, *_ = args
+    if not isinstance(target, DTensor) or _has_partials(target.placements):
+        return None
+    operands = []
+    for operand in args:
+        if isinstance(operand, DTensor):
+            if operand.shape != target.shape or operand.placements != target.placements:
+                return None
+            if operand.device_mesh is not target.device_mesh:
+                return None
+            operand = operand.to_local()
+        elif isinstance(operand, Tensor | list | tuple):
+            return None
+        operands.append(operand)
+    return operands
+
+
+@functools.cache
+def _has_partials(placements: tuple[Placement, ...]) -> bool:
+    return any(placement.is_partial() for placement in placements)
 
 
 @contextmanager

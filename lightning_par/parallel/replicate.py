@@ -156,9 +156,12 @@ class GradientReducer:
         if not bucket.active:
             return
         dtype = self._reduce_dtype or bucket.active[0].dtype
-        pieces = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket.active]
-        present = torch.tensor([float(p.grad is not None) for p in bucket.active], dtype=dtype)
-        bucket.flat = torch.cat([*pieces, present.to(pieces[0].device, non_blocking=True)]).div_(self._size)
+        sizes = [p.numel() for p in bucket.active]
+        bucket.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=bucket.active[0].device)
+        *shares, present = bucket.flat.split([*sizes, len(sizes)])
+        for param, share in zip(bucket.active, shares, strict=True):
+            _divide_into(share, param.grad, self._size)
+        present.copy_(torch.tensor([float(p.grad is not None) / self._size for p in bucket.active]), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     @torch.no_grad()
@@ -174,8 +177,18 @@ class GradientReducer:
             torch._foreach_copy_([grad for grad, _ in owned], [average for _, average in owned])
         for i, (param, average) in enumerate(zip(bucket.active, averages, strict=True)):
             # Reading `present` waits for the device, so only a rank that lacks a gradient does it.
-            if param.grad is None and present[i].item() > 0:
+            if param.grad is None and bool(present[i] != 0):
                 param.grad = average.view_as(param).to(param.dtype, copy=True)
+
+
+def _divide_into(share: Tensor, gradient: Tensor | None, size: int) -> None:
+    """Write a gradient divided by `size` into a flat tensor, where it can be in one pass over the memory."""
+    if gradient is None:
+        share.zero_()
+    elif gradient.dtype == share.dtype:
+        torch.div(gradient.reshape(-1), size, out=share)
+    else:
+        share.copy_(gradient.reshape(-1)).div_(size)
 
 
 def _make_buckets(params: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
