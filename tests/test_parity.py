@@ -48,6 +48,14 @@ def test_bases_without_a_dict(layout: str, host: str) -> None:
     assert_same_training(Run("unusual:AbstractFirst", accumulate=2, clip=0.05, host=host), 2, LAYOUTS[layout][1])
 
 
+@pytest.mark.parametrize("model", ["InputGradients", "Adversarial"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_inside_the_step(layout: str, model: str) -> None:
+    ranks, spec = LAYOUTS[layout]
+    host = "fabric" if layout == "zero1" else "trainer"
+    assert_same_training(Run(f"unusual:{model}", accumulate=3, clip=0.05, host=host), ranks, spec)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_par.parallel.shards import full_tensor
@@ -339,3 +340,32 @@ class AbstractFirst(Layer, NanoGPT):
 
     def forward(self, x: Tensor) -> Tensor:
         return NanoGPT.forward(self, x)
+
+
+class InputGradients(NanoGPT):
+    """A loss of gradients, as forces or a gradient penalty are: a backward that another one goes through."""
+
+    graph = True
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        h = self.model.tokens(batch[0]) + self.model.positions
+        error, slope = self.slope(h, batch[1])
+        if not self.graph:
+            # A step against the slope, in which no gradient goes back.
+            return self.slope(h + slope.detach().sign() * 0.01, batch[1])[0]
+        return error + slope.pow(2).sum() + 0.1 * self.slope(h.flip(-1), batch[1])[1].sin().sum()
+
+    def slope(self, h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = h
+        # The other kernels have no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            for block in self.model.blocks:
+                out = block(out)
+            error = F.cross_entropy(self.model.head(self.model.norm(out)).flatten(0, 1), y.flatten())
+            return error, torch.autograd.grad(error, h, create_graph=self.graph, retain_graph=True)[0]
+
+
+class Adversarial(InputGradients):
+    """A backward inside the step whose result has no graph."""
+
+    graph = False

@@ -139,20 +139,28 @@ def announce_backward(root: nn.Module, loss: Tensor) -> None:
 class FSDPGroup:
     """Parameters that FSDP2 gathers and reduces together: one unit (`FSDPParamGroup`, torch >= 2.11).
 
-    Replaces the methods `unshard`, `wait_for_unshard`, `reshard` and `post_backward` of this one group by ones that
-    call back, and uses its `fsdp_params` with `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` and
-    `_module_info`, its `is_unsharded`, `reduce_grads` and `_all_gather_result` (torch >= 2.4).
+    Replaces the methods `unshard`, `wait_for_unshard`, `reshard`, `pre_backward` and `post_backward` of this one group
+    by ones that call back, and uses its `fsdp_params` with `sharded_param`, `_unsharded_param`, `_module_info` and
+    `unsharded_accumulated_grad`, its `is_unsharded`, `reduce_grads` and `_all_gather_result` (torch >= 2.4).
 
     Args:
         group: The group.
         before_gather: Called before parameters are gathered, not where they are already.
         before_reduce: Called before gradients are reduced, also where there may be none.
+        before_backward: Called before the backward of the unit, in the grad mode of that backward.
 
     Attributes:
         used: Whether the unit ran with gradients; the owner sets it back.
+        kept: Whether the unit stays gathered, and its gradients whole, until `end_backward`.
     """
 
-    def __init__(self, group: Any, before_gather: Callable[[], None], before_reduce: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        group: Any,
+        before_gather: Callable[[], None],
+        before_reduce: Callable[[], None],
+        before_backward: Callable[[], None],
+    ) -> None:
         self._group = group
         self._trainable = [param.sharded_param.requires_grad for param in group.fsdp_params]
         self._held: dict[nn.Module, list[int]] = {}
@@ -160,9 +168,9 @@ class FSDPGroup:
             info = param._module_info
             for holder in (info.module, *info.shared_modules):
                 self._held.setdefault(holder, []).append(i)
-        self.used = False
+        self.used = self.kept = False
         unshard, wait_for_unshard, reshard = group.unshard, group.wait_for_unshard, group.reshard
-        post_backward = group.post_backward
+        pre_backward, post_backward = group.pre_backward, group.post_backward
 
         def watched_unshard(*args: Any, **kwargs: Any) -> None:
             self.used = self.used or torch.is_grad_enabled()
@@ -176,15 +184,23 @@ class FSDPGroup:
 
         def watched_reshard() -> None:
             self.align()
-            reshard()
+            if not self.kept:
+                reshard()
+
+        def watched_pre_backward(*args: Any) -> None:
+            before_backward()
+            pre_backward(*args)
 
         def watched_post_backward(*args: Any) -> None:
+            if self.kept:
+                return
             if group.reduce_grads and self.used:
                 before_reduce()
             post_backward(*args)
 
         group.unshard, group.wait_for_unshard = watched_unshard, watched_wait
-        group.reshard, group.post_backward = watched_reshard, watched_post_backward
+        group.reshard = watched_reshard
+        group.pre_backward, group.post_backward = watched_pre_backward, watched_post_backward
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -253,9 +269,17 @@ class FSDPGroup:
         self._group.reshard()
         self._group._training_state = TrainingState.IDLE
 
+    def end_backward(self) -> None:
+        """Do what FSDP2 does at the end of a backward, for a unit that was kept (`finalize_backward`, torch >= 2.4)."""
+        self.kept = False
+        self._group.post_backward()
+        self._group._training_state = TrainingState.IDLE
+        self._group.finalize_backward()
+
     def free(self) -> None:
         """Free the gathered parameters, also while the forward of the unit runs (`_to_sharded`, torch >= 2.4)."""
         self.align()
+        self.kept = False
         self._group._to_sharded()
 
 

@@ -34,7 +34,8 @@ class Units:
 
     Attributes:
         announced: Whether each backward is announced by `begin_backward`. The root's parameters may then be used, with
-            gradients, outside its forward and after a backward inside it.
+            gradients, outside its forward and after a backward inside it, and a backward that is not announced, such
+            as `torch.autograd.grad(..., create_graph=True)` for forces or a gradient penalty, is part of a step.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup) -> None:
@@ -44,11 +45,12 @@ class Units:
         self._units: list[_compat_fsdp.FSDPGroup] = []
         for i, param_group in enumerate(_compat_fsdp.fsdp_groups(root)):
             before_gather, before_reduce = partial(self._before_gather, i), partial(self._before_reduce, i)
-            self._units.append(_compat_fsdp.FSDPGroup(param_group, before_gather, before_reduce))
+            self._units.append(_compat_fsdp.FSDPGroup(param_group, before_gather, before_reduce, self._before_backward))
         self._root_units = [unit for unit in self._units if root in unit.modules]
         self._order = UnitOrder(group, class_name(root), _names(root, self._units))
         self._inside = 0
         self._strayed = False
+        self._ending = False
         self._used: set[nn.Parameter] = set()
         self._missing: set[nn.Parameter] = set()
         self._gathers: list[int] | None = None
@@ -128,6 +130,7 @@ class Units:
                     "strategy: par_zero2",
                 )
             )
+        self._ending = True
         if (self._inside or self._strayed) and isinstance(loss, Tensor) and loss.requires_grad:
             _compat_fsdp.announce_backward(self._root, loss)
 
@@ -137,7 +140,10 @@ class Units:
         Args:
             complete: Whether this was the last one of its accumulation window. Then the ranks agree on what they did.
         """
-        self._strayed = False
+        self._strayed = self._ending = False
+        for unit in reversed(self._units):
+            if unit.kept:
+                unit.end_backward()
         if not complete:
             return
         for unit in self._units:
@@ -173,9 +179,20 @@ class Units:
         self._forget()
         self._order.forget()
         self._inside = 0
-        self._strayed = False
+        self._strayed = self._ending = False
         for unit in self._units:
-            unit.used = False
+            unit.used = unit.kept = False
+
+    def _before_backward(self) -> None:
+        """See whether the backward of a unit is one in a step whose results have a graph (`create_graph=True`).
+
+        That graph holds gathered parameters of all units, and the backward that goes through it does not come by where
+        FSDP2 would gather them again. So they stay until that one has ended.
+        """
+        # autograd runs a backward with gradients enabled only if it makes a graph.
+        if torch.is_grad_enabled() and self.announced and not self._ending:
+            for unit in self._units:
+                unit.kept = True
 
     def _before_gather(self, index: int) -> None:
         if self._gathers is not None:
