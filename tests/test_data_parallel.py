@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -107,7 +109,7 @@ def toggled_and_unfrozen() -> None:
     model, alone = build(cls=Branching), build(cls=Branching)
     for m in (model, alone):
         m.branches[1].requires_grad_(False)
-    GradientReducer(model.parameters(), dist.group.WORLD)
+    reducer = GradientReducer(model.parameters(), dist.group.WORLD)
     assert not model.branches[1].weight.requires_grad
     for trained in (0, 1):
         for m in (model, alone):
@@ -118,6 +120,7 @@ def toggled_and_unfrozen() -> None:
         for r in range(ranks):
             (alone(x * (r + 1), branch=trained) / ranks).backward()
         assert_equal_gradients(gradients(model), gradients(alone))
+    reducer.close()
 
 
 def test_requires_grad_may_change_between_backwards() -> None:
@@ -457,3 +460,22 @@ def scalar_on_one_rank(layout: ParallelLayout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_scalar_parameter_that_one_rank_uses(layout: str) -> None:
     run_ranks(2, scalar_on_one_rank, LAYOUTS[layout], timeout=30.0)
+
+
+def what_is_left(layout: ParallelLayout) -> list[str]:
+    """What of a model and its parallelism outlives them."""
+    model = build(cls=SometimesScaled)
+    par = parallelize(model, layout, "64-true")
+    model(batch(0), scaled=True).backward()
+    par.finish_backward()
+    assert par.data.reducer is not None
+    left = {"model": model, "parameter": model.scale, "handle": par, "reducer": par.data.reducer}
+    watched = {name: weakref.ref(thing) for name, thing in left.items()}
+    del model, par, left
+    gc.collect()
+    return [name for name, thing in watched.items() if thing() is not None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_outlives_the_model(layout: str) -> None:
+    assert run_ranks(2, what_is_left, LAYOUTS[layout]) == [[], []]

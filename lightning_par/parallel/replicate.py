@@ -7,6 +7,7 @@ the module and run several backwards; so this reducer listens to the gradients t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
@@ -50,6 +51,8 @@ class GradientReducer:
         overlap: Send during backward. False waits for `finish`, for gradients beside those of another reduction on the
             same ranks: a rank that lacks one would meet that other reduction in a different order, and all would hang.
 
+    It must be kept: its hooks do nothing once it is gone.
+
     Attributes:
         enabled: While False, gradients stay local and accumulate; the next backward with True averages the sum.
     """
@@ -79,7 +82,15 @@ class GradientReducer:
     def _listen(self, param: nn.Parameter) -> RemovableHandle:
         # A parameter that is frozen now may be trained later (a finetuning schedule); torch wants it trainable here.
         trainable = param.requires_grad
-        handle = param.requires_grad_(True).register_post_accumulate_grad_hook(self._on_gradient)
+        # Weak: Python's garbage collector does not see this hook, so the model would never be freed.
+        average = weakref.WeakMethod(self._on_gradient)
+
+        def hook(param: Tensor) -> None:
+            method = average()
+            if method is not None:
+                method(param)
+
+        handle = param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
         param.requires_grad_(trainable)
         return cast(RemovableHandle, handle)
 
