@@ -46,6 +46,9 @@ MAX_RANKS = 8
 """The most ranks a call can have."""
 
 _START_TIMEOUT = 180.0
+# A worker with more is replaced: groups that something still refers to keep their threads, each of which gloo wakes
+# a hundred times a second.
+_MOST_THREADS = 120
 _PRELOAD = ["__main__", "torch", "lightning.pytorch", "lightning.fabric", "pytest", "lightning_par._rank_worker"]
 
 
@@ -131,6 +134,13 @@ class _Worker:
         connection.close()
         stacks.close()
 
+    @property
+    def threads(self) -> int:
+        """Number of its threads; 0 where the system does not tell."""
+        with suppress(OSError):
+            return len(os.listdir(f"/proc/{self._pid}/task"))
+        return 0
+
     def wait_until_ready(self) -> None:
         try:
             if not self.connection.poll(_START_TIMEOUT):
@@ -197,7 +207,7 @@ _workers: list[_Worker] = []
 
 
 def _ready_workers(n: int) -> list[_Worker]:
-    for worker in [worker for worker in _workers if not worker.process.is_alive()]:
+    for worker in [w for w in _workers if not w.process.is_alive() or w.threads > _MOST_THREADS]:
         worker.kill()
     new: list[_Worker] = []
     with _patched_environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))):

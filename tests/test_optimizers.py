@@ -215,6 +215,7 @@ def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> Non
     assert_resumed_as_never_stopped(TYPICAL, layout, tmp_path)
 
 
+@pytest.mark.slow
 @layouts("fsdp")
 def test_all_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped([n for n in OPTIMIZERS if n not in (*TYPICAL, "LBFGS")], layout, tmp_path)

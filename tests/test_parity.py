@@ -49,7 +49,9 @@ def test_bases_without_a_dict(layout: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["InputGradients", "Adversarial"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_backward_inside_the_step(layout: str, model: str) -> None:
     ranks, spec = LAYOUTS[layout]
     host = "fabric" if layout == "zero1" else "trainer"

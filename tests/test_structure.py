@@ -30,7 +30,7 @@ FAMILY: dict[str, tuple[int, tuple[str, dict[str, Any]]]] = {
     "hsdp": (4, ("HSDPStrategy", {"dp_shard_size": 2})),
 }
 family = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "hsdp" else ()) for name in FAMILY]
+    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in FAMILY]
 )
 
 

@@ -252,6 +252,17 @@ def test_workers_are_used_again() -> None:
     assert run_ranks(4, _pid)[:2] == before
 
 
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_a_worker_that_gathers_threads_is_replaced() -> None:
+    (few,), (many,), (after,) = (run_ranks(1, leave_threads, count) for count in (1, testing._MOST_THREADS, 0))
+    assert few == many != after
+
+
 def test_stopped_pool_leaves_no_process() -> None:
     pids = run_ranks(2, _pid)
     testing._stop_pool()

@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -35,6 +36,7 @@ from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
 
 log = logging.getLogger(__name__)
+_LAST_BREATH = 0.1  # seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -422,3 +424,6 @@ def _shared_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
 def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of gloo lets go of the tensors of the last collective after that has completed, and needs the
+        # interpreter for it: once that is ending, the process would abort. Sleeping lets the thread through.
+        time.sleep(_LAST_BREATH)
