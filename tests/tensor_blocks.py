@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from models import Block as NanoBlock
 from torch import Tensor, nn
 
+from models import Block as NanoBlock
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples.nanogpt.model import Block as ExampleBlock  # noqa: E402
+from examples.nanogpt.model import Block as ExampleBlock
 
 WIDTH, HEADS, KV_HEADS, FFN, TOKENS = 32, 4, 2, 48, 6
 

@@ -142,8 +142,9 @@ def _sum_gradients(block: nn.Module, names: tuple[str, ...], mesh: DeviceMesh) -
     def before(*_: Any) -> None:
         outside.append([owner._parameters[key] for owner, key in owners])
         for owner, key in owners:
-            param = DTensor.from_local(owner._parameters[key], mesh, [Replicate()], run_check=False)
-            owner._parameters[key] = param.to_local(grad_placements=[Partial()])  # type: ignore[assignment]
+            whole: Any = owner._parameters[key]
+            whole = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+            owner._parameters[key] = whole.to_local(grad_placements=[Partial()])
 
     def after(*_: Any) -> None:
         if outside:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import Any
 
@@ -38,39 +39,43 @@ def attributes_read(
 
 @contextmanager
 def _watching(block: nn.Module, owners: Collection[str], seen: dict[tuple[str, str], int]) -> Iterator[None]:
-    watched: list[tuple[Any, type]] = []
-
-    def watch(thing: Any, module: str, prefix: str) -> None:
-        def read(self: Any, name: str) -> Any:
-            value = super(cls, self).__getattribute__(name)
-            if type(value) is int and name in self.__dict__:
-                seen[module, prefix + name] = value
-            return value
-
-        before = type(thing)
-        cls = type(before.__name__, (before,), {"__getattribute__": read, "__module__": before.__module__})
-        try:
-            thing.__class__ = cls
-        except TypeError:  # a class with slots or of an extension
-            return
-        watched.append((thing, before))
-
-    for owner in owners:
-        module = block.get_submodule(owner)
-        for name, held in list(vars(module).items()):
-            if not name.startswith("_") and hasattr(held, "__dict__") and not callable(held) and not _is_known(held):
-                if not any(held is thing for thing, _ in watched):
-                    watch(held, owner, f"{name}.")
-        watch(module, owner, "")
+    before: list[tuple[nn.Module, type, dict[str, Any]]] = []
     try:
+        for owner in owners:
+            module = block.get_submodule(owner)
+            before.append((module, type(module), dict(vars(module))))
+            for name, held in list(vars(module).items()):
+                if _is_settings(name, held):
+                    # Several modules hold the same object; with a copy each, the reader is known.
+                    module.__dict__[name] = _watched(copy.copy(held), owner, f"{name}.", seen)
+            _watched(module, owner, "", seen)
         yield
     finally:
-        for thing, before in watched:
-            thing.__class__ = before
+        for module, cls, attributes in before:
+            module.__class__ = cls
+            vars(module).update(attributes)
 
 
-def _is_known(held: Any) -> bool:
-    return isinstance(held, Tensor | nn.Module | torch.dtype | torch.device)
+def _watched(thing: Any, owner: str, prefix: str, seen: dict[tuple[str, str], int]) -> Any:
+    """Let an object note which of its integers are read."""
+
+    before: Any = type(thing)
+
+    def read(self: Any, name: str) -> Any:
+        value = before.__getattribute__(self, name)
+        if type(value) is int and name in vars(self):
+            seen[owner, prefix + name] = value
+        return value
+
+    cls = type(before.__name__, (before,), {"__getattribute__": read, "__module__": before.__module__})
+    with suppress(TypeError):  # a class that cannot be changed, so its numbers are not found
+        thing.__class__ = cls
+    return thing
+
+
+def _is_settings(name: str, held: Any) -> bool:
+    known = Tensor | nn.Module | torch.dtype | torch.device
+    return not name.startswith("_") and hasattr(held, "__dict__") and not callable(held) and not isinstance(held, known)
 
 
 def patch_sets(

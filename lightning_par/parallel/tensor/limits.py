@@ -66,9 +66,7 @@ def _parameters(group: LinearGroup, graph: LinearGraph, block: nn.Module) -> Ite
         elif not weight.is_floating_point() or weight.numel() != node.in_features * node.out_features:
             yield Problem(f"{name} is quantised: its weight is {weight.dtype} of shape {tuple(weight.shape)}")
         elif isinstance(weight, DTensor):
-            yield Problem(
-                f"{name} is sharded already", "divide the block over tp first, then shard it over data ranks"
-            )
+            yield Problem(f"{name} is sharded already", "divide the block over tp first, then shard it over data ranks")
         elif extra := set(linear._parameters) - {"weight", "bias"}:
             yield Problem(f"{name} holds other parameters beside its weight and bias: {', '.join(sorted(extra))}")
         if any(uses[param] > 1 for param in linear.parameters(recurse=False)):
@@ -87,11 +85,11 @@ def _outputs(group: LinearGroup, graph: LinearGraph, tp_size: int) -> Iterator[P
 def _slices(group: LinearGroup, graph: LinearGraph, tp_size: int) -> Iterator[Problem]:
     nodes = [graph.linears[name] for name in group.names]
     heads = [(node.name, view) for node in nodes for view in node.heads if node.role == "column"]
-    common = math.gcd(*(view.count for _, view in heads)) if heads else 0
+    common = math.gcd(*(view.heads for _, view in heads)) if heads else 0
     for name, view in heads:
-        if view.count % tp_size:
+        if view.heads % tp_size:
             yield Problem(
-                f"{name} makes {view.count} heads of {view.size} features, which tp_size={tp_size} does not divide",
+                f"{name} makes {view.heads} heads of {view.size} features, which tp_size={tp_size} does not divide",
                 f'{_sizes(common)}, or styles={{"{name}": "gather"}}',
             )
     divided = [(node.name, part) for node in nodes if node.role == "column" for part in node.parts]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -155,8 +154,9 @@ def _divide(
             closest = min(closest, verdict, key=lambda tried: tried.error) if closest.worst else verdict
         why = [f"no way to compute with slices gives the same numbers (closest: {_describe(closest)})"]
     if wish == "shard":
-        problems = limits.compute or (Problem(f"{group.names[0]}: {why[0]}", f'styles={{"{group.names[0]}": "gather"}}'),)
-        return _Outcome(plan, None, problems)
+        first = group.names[0]
+        problem = Problem(f"{first}: {why[0]}", f'styles={{"{first}": "gather"}}')
+        return _Outcome(plan, None, limits.compute or (problem,))
     proposal = _gathered(plan, graph, group, number, why[0] if why else "as styles say")
     verdict = verify(trial, proposal, mesh)
     if verdict.accepted:
@@ -175,7 +175,7 @@ def _proposals(
     """Ways for each rank to compute with its slices, likely and simple ones first."""
     nodes = [graph.linears[name] for name in group.names]
     sizes = {size for node in nodes for size in (*node.parts, node.out_features) if node.role == "column"}
-    sizes |= {size for node in nodes for view in node.heads for size in (view.count, view.count * view.size)}
+    sizes |= {size for node in nodes for view in node.heads for size in (view.heads, view.heads * view.size)}
     owners = {name.rpartition(".")[0] for name in group.names}
     read = attributes_read(trial.block, owners | {""}, trial.args, trial.kwargs)
     summed = (group.inner_parameters, ()) if group.inner_parameters else ((),)

@@ -27,10 +27,10 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"}
 
 
 class HeadView(NamedTuple):
-    """The features `start` to `start + count * size` of a Linear's output, viewed as heads."""
+    """The features `start` to `start + heads * size` of a Linear's output, viewed as heads."""
 
     start: int
-    count: int
+    heads: int
     size: int
 
 
@@ -103,7 +103,9 @@ def is_linear(module: nn.Module) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module is a Linear whose weight is (in, out)."""
     weight, features = module._parameters.get("weight"), getattr(module, "nf", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and isinstance(features, int) and weight.shape[1] == features
+    if not isinstance(weight, Tensor) or not isinstance(features, int):
+        return False
+    return weight.dim() == 2 and weight.shape[1] == features
 
 
 class _Piece(NamedTuple):
@@ -212,9 +214,7 @@ def _operator(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def _with_pieces(
-    operator: str, args: Any, out: Any, piece: _Piece | None
-) -> Iterator[tuple[Tensor, _Piece | None]]:
+def _with_pieces(operator: str, args: Any, out: Any, piece: _Piece | None) -> Iterator[tuple[Tensor, _Piece | None]]:
     """Each output tensor of an operator with the features its last dimension holds."""
     tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
     if piece is None or operator not in _CUTS:
@@ -299,8 +299,9 @@ def _without_fast_path() -> Iterator[None]:
 
 def _node(name: str, module: nn.Module, found: _Found) -> LinearNode:
     transposed = is_transposed(module)
-    shape = module.weight.shape
-    out_features, in_features = (shape[1], shape[0]) if transposed else (shape[0], shape[1])  # type: ignore[index]
+    # Not from the weight where it can be helped: a quantised one has another shape.
+    sizes: Any = module._parameters["weight"].shape if transposed else (module.in_features, module.out_features)  # type: ignore[union-attr]
+    in_features, out_features = sizes
     points = sorted({0, out_features} | found.cuts.get(name, set()))
     parts = tuple(after - before for before, after in zip(points, points[1:], strict=False))
     heads = tuple(sorted(found.heads.get(name, set())))

@@ -20,7 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.parallel.shards import full_tensor
-from lightning_par.parallel.tensor._compat import CAN_SIMULATE, leaves, map_tensors, on_each_rank, rank_values, simulated_mesh
+from lightning_par.parallel.tensor._compat import (
+    CAN_SIMULATE,
+    leaves,
+    map_tensors,
+    on_each_rank,
+    rank_values,
+    simulated_mesh,
+)
 from lightning_par.parallel.tensor.apply import feature_dim, rank_order, shard_block
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 
@@ -64,7 +71,7 @@ class Trial:
     expected: Mapping[str, Tensor]
 
 
-class _InDouble(TorchFunctionMode):
+class InDouble(TorchFunctionMode):
     """Turn every cast to a smaller float into one to float64, such as the float32 softmax of attention."""
 
     _SMALLER = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,7 +172,7 @@ def _run(trial: Trial, block: nn.Module, simulated: bool = False) -> dict[str, l
         return sources[-1]
 
     args, kwargs = map_tensors(fresh, (trial.args, trial.kwargs))
-    with torch.enable_grad(), _InDouble():
+    with torch.enable_grad(), InDouble():
         out = block(*args, **kwargs)
         outputs = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         loss = torch.stack([(leaf * _cotangent(leaf)).sum() for leaf in outputs]).sum()
