@@ -59,6 +59,7 @@ def plan_block(
 
     Raises:
         ParallelConfigError: If a style matches no Linear, or cannot be had.
+        ValueError: If the mesh is missing.
     """
     kwargs, styles = kwargs or {}, styles or {}
     names = [name for name, module in block.named_modules() if is_linear(module)]

@@ -102,6 +102,8 @@ def prepare(
     twin = copy.deepcopy(block).to(device).double().eval()
     for param in twin.parameters():
         param.grad = None
+        if not param.is_floating_point():
+            continue
         size = 1 / math.sqrt(param.shape[-1]) if param.dim() > 1 else 0.1
         noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
         param.data.add_(size * noise.to(param.device))
@@ -123,17 +125,21 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
         plan: What to try.
         mesh: The real tensor-parallel mesh, once a process group is initialised.
         simulate: Compute all ranks in this process, without communication. Else each rank of the mesh must call this.
+
+    Raises:
+        ValueError: If the mesh is missing.
     """
     twin = copy.deepcopy(trial.block)
-    try:
-        with _ranks(plan.tp_size, mesh, simulate and CAN_SIMULATE) as used:
+    simulate = simulate and CAN_SIMULATE
+    with _ranks(plan.tp_size, mesh, simulate) as used:
+        try:
             shard_block(twin, plan, used)
-            found = _run(trial, twin, simulate and CAN_SIMULATE)
+            found = _run(trial, twin, simulate)
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
-    except Exception as error:  # A wrong plan fails in the block's own code, in any way.
-        verdict = Verdict(math.inf, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    if mesh is not None and not (simulate and CAN_SIMULATE):
+        except Exception as error:  # A wrong plan fails in the block's own code, in any way.
+            verdict = Verdict(math.inf, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    if mesh is not None and not simulate:
         worst = torch.tensor(verdict.error, dtype=torch.float64, device=mesh.device_type)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group())
         verdict = Verdict(worst.item(), verdict.worst)
@@ -142,12 +148,13 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
 
 @contextmanager
 def _ranks(size: int, mesh: DeviceMesh | None, simulate: bool) -> Iterator[DeviceMesh]:
+    if mesh is None and (dist.is_initialized() or not simulate):
+        why = "a process group is initialised" if dist.is_initialized() else "this torch cannot simulate ranks"
+        raise ValueError(f"{why}, so a plan is verified on the tensor-parallel mesh: pass mesh")
     if simulate:
         with simulated_mesh(size, mesh) as simulated:
             yield simulated
-    elif mesh is None:
-        raise RuntimeError("this torch cannot simulate ranks, so a plan is verified over a process group: pass mesh")
-    else:
+    elif mesh is not None:
         yield mesh
 
 

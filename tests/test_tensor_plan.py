@@ -1,0 +1,571 @@
+"""Tensor-parallel plans: right ones are found and give one process' numbers, wrong ones are rejected."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensor_blocks import CASES, HEADS, TOKENS, WIDTH, Case, llama, make
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from lightning_par.errors import ParallelConfigError
+from lightning_par.parallel.shards import full_tensor
+from lightning_par.parallel.tensor import BlockTensorPlan, cache, plan_block, propose, shard_block
+from lightning_par.parallel.tensor._compat import CAN_SIMULATE, leaves, map_tensors, rank_values, simulated_mesh
+from lightning_par.parallel.tensor.apply import rank_order
+from lightning_par.parallel.tensor.plan import AttributePatch
+from lightning_par.parallel.tensor.verify import InDouble, Verdict, prepare, verify
+from lightning_par.testing import run_ranks
+
+STYLES = {"column": "c", "row": "r", "fused column": "f", "gather": "g", "replicate": "-"}
+# Styles of the Linears in the order of the block's modules, patched attributes, parameters whose gradient is summed.
+EXPECTED: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
+    "nano": ("ggcr", {}, ()),
+    "example": ("frcr", {"heads": 2}, ()),
+    "llama": ("cccrccr", {}, ()),
+    "qwen3": ("cccrccr", {}, ("self_attn.k_norm.weight", "self_attn.q_norm.weight")),
+    "mistral": ("cccrccr", {}, ()),
+    "gemma2": ("cccrccr", {}, ()),
+    "phi3": ("rffr", {"self_attn.config.num_attention_heads": 2, "self_attn.num_key_value_heads": 1}, ()),
+    "mixtral": ("cccr", {}, ()),
+    "gpt2": ("frcr", {"attn.split_size": 16}, ()),
+    "bert": ("cccrcr", {}, ()),
+    "vit": ("cccrcr", {}, ()),
+    "t5_encoder": ("ggggcr", {}, ()),
+    "t5_decoder": ("ggggggggcr", {}, ()),
+    "torch_encoder": ("-cr", {}, ()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_PAR_CACHE", str(tmp_path))
+
+
+@functools.cache
+def planned(name: str, tp_size: int = 2) -> BlockTensorPlan:
+    case = make(name)
+    return plan_block(case.block, case.args, case.kwargs, tp_size, use_cache=False)
+
+
+def linear_styles(plan: BlockTensorPlan, block: nn.Module) -> str:
+    linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
+    return "".join(STYLES[plan[name].style] for name in linear)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_of_a_real_model(name: str) -> None:
+    block, plan = make(name).block, planned(name)
+    styles, patches, partial = EXPECTED[name]
+    assert linear_styles(plan, block) == styles
+    assert {f"{p.module}.{p.attribute}".lstrip("."): p.value for p in plan.patches} == patches
+    assert plan.partial_gradients == partial
+    assert "largest error" in plan.verified
+    assert {module.name for module in plan.modules if not module.reason} == {
+        module.name for module in plan.modules if module.style not in ("gather", "replicate")
+    }
+    assert sum(module.numel for module in plan.modules) == sum(p.numel() for p in block.parameters())
+    assert 0 < plan.sharded_share < 1
+
+
+def in_double(case: Case) -> Case:
+    args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (case.args, case.kwargs))
+    return Case(case.block.double().eval(), args, kwargs)
+
+
+def step(block: nn.Module, case: Case) -> dict[str, Tensor]:
+    """Outputs, the gradient of the input, and the weights after a step of gradient descent at rate 1."""
+    first = next(i for i, arg in enumerate(case.args) if isinstance(arg, Tensor))
+    args = list(case.args)
+    args[first] = args[first].detach().clone().requires_grad_()
+    generator = torch.Generator().manual_seed(5)
+    with InDouble():
+        outputs = [leaf for leaf in leaves(block(*args, **case.kwargs)) if isinstance(leaf, Tensor)]
+        sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in outputs).backward()
+    with torch.no_grad():
+        for param in block.parameters():
+            if param.grad is not None:
+                param -= param.grad
+    found = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs)}
+    found["input gradient"] = args[first].grad
+    return found | {key: full_tensor(value) for key, value in block.state_dict().items()}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    assert all(type(value) is Tensor for value in found.values())
+    return max(((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item() for key in expected)
+
+
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def compare_on_ranks(name: str, plan: BlockTensorPlan) -> tuple[float, Verdict, Verdict]:
+    case, mesh = in_double(make(name)), tp_mesh()
+    trial = prepare(case.block, case.args, case.kwargs)
+    communicating = verify(trial, plan, mesh, simulate=False)
+    simulated = verify(trial, plan, mesh)
+    expected = step(copy.deepcopy(case.block), case)
+    shard_block(case.block, plan, mesh)
+    for module in plan.modules:
+        for param in case.block.get_submodule(module.name).parameters(recurse=False):
+            divided = isinstance(param, DTensor) and isinstance(param.placements[0], Shard)
+            assert divided == (module.style != "replicate" and not (module.style == "row" and param.dim() == 1))
+            if divided:
+                # No rank keeps the whole: a slice is no view of it.
+                assert param.to_local().untyped_storage().nbytes() == param.numel() * param.element_size() / mesh.size()
+    return difference(step(case.block, case), expected), communicating, simulated
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_numbers_of_one_process(name: str) -> None:
+    for error, communicating, simulated in run_ranks(2, compare_on_ranks, name, planned(name)):
+        assert error < 1e-9
+        assert communicating.accepted
+        assert simulated.accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_give_the_numbers_of_one_process(name: str) -> None:
+    for error, communicating, simulated in run_ranks(4, compare_on_ranks, name, planned(name, 4)):
+        assert error < 1e-9
+        assert communicating.accepted
+        assert simulated.accepted
+
+
+# Wrong plans
+
+
+def changed(plan: BlockTensorPlan, **styles: Any) -> BlockTensorPlan:
+    modules = tuple(replace(m, **styles.get(m.name.replace(".", "_"), {})) for m in plan.modules)
+    return replace(plan, modules=modules)
+
+
+def verdict_of(name: str, plan: BlockTensorPlan) -> Verdict:
+    case = make(name)
+    return verify(prepare(case.block, case.args, case.kwargs), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "where"),
+    [
+        ("qwen3", lambda plan: replace(plan, partial_gradients=()), "_norm.weight"),
+        ("qwen3", lambda plan: replace(plan, partial_gradients=("input_layernorm.weight",)), "layernorm.weight"),
+        ("example", lambda plan: changed(plan, qkv={"style": "column"}), ""),
+        ("example", lambda plan: replace(plan, patches=()), ""),
+        ("example", lambda plan: changed(plan, qkv={"parts": (48, 48)}), ""),
+        ("gpt2", lambda plan: replace(plan, patches=(AttributePatch("attn", "split_size", 8),)), ""),
+        ("phi3", lambda plan: changed(plan, self_attn_qkv_proj={"parts": (16, 16, 32)}), ""),
+        ("phi3", lambda plan: changed(plan, mlp_gate_up_proj={"style": "column"}), ""),
+        ("llama", lambda plan: changed(plan, mlp_down_proj={"style": "replicate"}), ""),
+        ("llama", lambda plan: changed(plan, mlp_up_proj={"style": "gather"}), ""),
+    ],
+)
+def test_a_wrong_plan_is_rejected(name: str, spoil: Callable[[BlockTensorPlan], BlockTensorPlan], where: str) -> None:
+    verdict = verdict_of(name, spoil(planned(name)))
+    assert verdict.error > 1e-3
+    assert where in verdict.worst
+
+
+def test_only_a_gradient_tells_that_heads_share_a_norm() -> None:
+    case = make("qwen3")
+    trial = prepare(case.block, case.args, case.kwargs)
+    verdict = verify(trial, replace(planned("qwen3"), partial_gradients=("self_attn.k_norm.weight",)))
+    assert verdict.worst == "gradient of self_attn.q_norm.weight"
+    outputs = {name: value for name, value in trial.expected.items() if name != verdict.worst}
+    assert set(outputs) > {"output 0", "gradient of input 0", "gradient of self_attn.q_proj.weight"}
+
+
+def test_a_row_without_reduction_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def redistribute(self: DTensor, *, placements: Any) -> DTensor:
+        return self
+
+    plan = planned("llama")
+    case = make("llama")
+    trial = prepare(case.block, case.args, case.kwargs)
+    monkeypatch.setattr(DTensor, "redistribute", redistribute)
+    assert not verify(trial, plan).accepted
+
+
+class ZeroAtFirst(nn.Module):
+    """As many start: the last projection and all biases are zero, so nothing before them has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(1))
+        for param in (*self.down.parameters(), self.up.bias):
+            nn.init.zeros_(param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x) * self.scale)
+
+
+def test_zeros_hide_nothing() -> None:
+    block, args = ZeroAtFirst(), (torch.randn(3, 8),)
+    plan = plan_block(block, args)
+    assert plan.partial_gradients == ("scale",)
+    verdict = verify(prepare(block, args, {}), replace(plan, partial_gradients=()))
+    assert verdict.worst == "gradient of scale"
+    assert verdict.error > 1e-3
+    assert not block.down.weight.any()
+
+
+# What cannot be divided
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int = 4, kv_heads: int = 4, full_norm: bool = False) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, 8 * heads), nn.Linear(WIDTH, 8 * kv_heads)
+        self.v, self.o = nn.Linear(WIDTH, 8 * kv_heads), nn.Linear(8 * heads, WIDTH)
+        self.repeats = heads // kv_heads
+        self.norm = nn.RMSNorm(8 * heads) if full_norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.norm(self.q(x)), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in parts)
+        k, v = (part.repeat_interleave(self.repeats, 1) for part in (k, v))
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Feed(nn.Module):
+    def __init__(self, inner: int = 64, out: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Tied(Feed):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.down.weight = self.up.weight
+
+
+class Convolved(Feed):
+    """A depthwise convolution over the inner features, as in Mamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(64, 64, 3, padding=1, groups=64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+def weight_normed() -> nn.Module:
+    block = Feed()
+    weight_norm(block.up)
+    return block
+
+
+def frozen_in_int8() -> nn.Module:
+    block = Feed()
+    block.up.weight = nn.Parameter((block.up.weight * 100).to(torch.int8), requires_grad=False)
+    block.up.forward = lambda x: nn.functional.linear(x, block.up.weight.to(x.dtype) / 100, block.up.bias)  # type: ignore[method-assign]
+    return block
+
+
+LIMITED = [
+    (
+        lambda: Attention(heads=3, kv_heads=3),
+        2,
+        "gggg",
+        "q makes 3 heads of 8 features, which tp_size=2 does not divide",
+    ),
+    (lambda: Attention(kv_heads=1), 2, "gggg", "k makes 1 heads of 8 features, which tp_size=2 does not divide"),
+    (lambda: Attention(kv_heads=2), 4, "gggg", "a tp_size of 1 or 2, or"),
+    (lambda: Attention(full_norm=True), 2, "gggg", "mean over 32 features of q, which no rank has all of"),
+    (lambda: Feed(inner=63), 2, "--", "up has 63 output features, which tp_size=2 does not divide"),
+    (lambda: Feed(out=31), 2, "--", "down has 31 output features, which tp_size=2 does not divide"),
+    (Convolved, 2, "gg", "no way to compute with slices gives the same numbers (closest:"),
+    (weight_normed, 2, "--", "the weight of up is computed from other parameters"),
+    (frozen_in_int8, 2, "--", "up is quantised: its weight is torch.int8"),
+    (Tied, 2, "--", "up shares a parameter with another module"),
+    (
+        lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True),
+        2,
+        "-cr",
+        "nn.MultiheadAttention computes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "tp_size", "styles", "text"), LIMITED)
+def test_limits(build: Callable[[], nn.Module], tp_size: int, styles: str, text: str) -> None:
+    torch.manual_seed(0)
+    block, args = build(), (torch.randn(2, TOKENS, WIDTH),)
+    plan = plan_block(block, args, tp_size=tp_size)
+    assert linear_styles(plan, block) == styles
+    if not text.startswith("a tp_size"):
+        assert text in plan.report()
+    pattern = "self_attn.*" if "-cr" in styles else "[quk]*"
+    with pytest.raises(ParallelConfigError) as caught:
+        plan_block(block, args, tp_size=tp_size, styles={pattern: "shard"})
+    assert text in str(caught.value)
+
+
+def test_styles_that_were_asked_for() -> None:
+    case = make("llama")
+    styles = {"self_attn.*": "gather", "mlp.*": "replicate"}
+    plan = plan_block(case.block, case.args, case.kwargs, styles=styles)  # type: ignore[arg-type]
+    assert linear_styles(plan, case.block) == "gggg---"
+    assert plan["self_attn.q_proj"].reason == plan["mlp.up_proj"].reason == "as styles say"
+    plan = plan_block(case.block, case.args, case.kwargs, styles={"*": "shard"})
+    assert plan == planned("llama")
+
+
+def test_styles_that_are_wrong() -> None:
+    case = make("llama")
+    with pytest.raises(ParallelConfigError) as caught:
+        plan_block(case.block, case.args, case.kwargs, styles={"attn.*": "shard", "mlp.*": "slice"})  # type: ignore[dict-item]
+    assert "styles['attn.*'] matches none of the Linears self_attn.q_proj" in str(caught.value)
+    assert "styles['mlp.*'] is 'slice'" in str(caught.value)
+
+
+# Dividing a block
+
+
+def test_order_of_ranks() -> None:
+    assert rank_order((4, 2), 2).tolist() == [0, 1, 4, 2, 3, 5]
+    assert rank_order((3,), 3).tolist() == [0, 1, 2]
+
+
+def count_collectives(plan: BlockTensorPlan) -> list[dict[str, int]]:
+    case, mesh = in_double(make("qwen3")), tp_mesh()
+    shard_block(case.block, plan, mesh)
+    x = case.args[0].requires_grad_()
+    counts = []
+    with CommDebugMode() as mode:
+        out = case.block(x, **case.kwargs)
+    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
+    with CommDebugMode() as mode:
+        out.sum().backward()
+    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
+    return counts
+
+
+def test_the_communication_is_that_of_megatron() -> None:
+    # Forward: one sum for attention and MLP each. Backward: the same, and two norms of heads.
+    for forward, backward in run_ranks(2, count_collectives, planned("qwen3")):
+        assert forward == {"all_reduce": 2}
+        assert backward == {"all_reduce": 4}
+
+
+def round_trip(name: str, plan: BlockTensorPlan) -> None:
+    mesh = tp_mesh()
+    original = make(name).block
+    expected = {key: value.clone() for key, value in original.state_dict().items()}
+    shard_block(original, plan, mesh)
+    saved = original.state_dict()
+    fused = next(module for module in plan.modules if module.style == "fused column")
+    weight = original.get_submodule(fused.name).weight
+    assert not torch.equal(full_tensor(weight), expected[f"{fused.name}.weight"])
+    for key, value in expected.items():
+        assert saved[key].shape == value.shape
+        assert torch.equal(full_tensor(saved[key]), value)
+    assert saved[f"{fused.name}.weight"].placements == weight.placements
+
+    other = make(name).block
+    for param in other.parameters():
+        nn.init.zeros_(param)
+    shard_block(other, plan, mesh)
+    other.load_state_dict(saved)
+    for mine, theirs in zip(other.parameters(), original.parameters(), strict=True):
+        assert torch.equal(full_tensor(mine), full_tensor(theirs))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_state_dicts_have_the_order_of_the_undivided_block(name: str) -> None:
+    run_ranks(2, round_trip, name, planned(name))
+
+
+def with_fsdp(name: str, plan: BlockTensorPlan) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    case = in_double(make(name))
+    expected = step(copy.deepcopy(case.block), case)
+    shard_block(case.block, plan, mesh["tp"])
+    fully_shard(case.block, mesh=mesh["data"])
+    found = step(case.block, case)
+    # The gradient of the input is that of this data rank.
+    return difference(found, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_fsdp_composes(name: str) -> None:
+    for error in run_ranks(4, with_fsdp, name, planned(name)):
+        assert error < 1e-9
+
+
+def recomputed(plan: BlockTensorPlan) -> float:
+    case, mesh = in_double(make("qwen3")), tp_mesh()
+    expected = step(copy.deepcopy(case.block), case)
+    shard_block(case.block, plan, mesh)
+    before = list(case.block.parameters())
+    forward = case.block.forward
+
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = case.block
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+    found = step(Recomputing(), case)
+    assert forward == case.block.forward
+    assert all(mine is old for mine, old in zip(case.block.parameters(), before, strict=True))
+    return difference({key.removeprefix("block."): value for key, value in found.items()}, expected)
+
+
+def test_recomputation_composes() -> None:
+    assert max(run_ranks(2, recomputed, planned("qwen3"))) < 1e-9
+
+
+def test_parameters_return_after_a_failed_forward() -> None:
+    case = make("qwen3")
+    with simulated_mesh(2) as mesh:
+        shard_block(case.block, planned("qwen3"), mesh)
+        before = dict(case.block.named_parameters())
+        with pytest.raises(RuntimeError):
+            case.block(torch.randn(1, 2, WIDTH), **case.kwargs)
+        assert all(param is before[name] for name, param in case.block.named_parameters())
+
+
+def test_what_users_attach_stays() -> None:
+    case = make("llama")
+    case.block.mlp.up_proj.weight.mark = "mine"
+    case.block.mlp.gate_proj.weight.requires_grad_(False)
+    with simulated_mesh(2) as mesh:
+        shard_block(case.block, planned("llama"), mesh)
+    assert case.block.mlp.up_proj.weight.mark == "mine"
+    assert not case.block.mlp.gate_proj.weight.requires_grad
+
+
+def test_a_patch_changes_no_other_module() -> None:
+    case = make("phi3")
+    config = case.block.self_attn.config
+    assert case.block.mlp.config is config
+    with simulated_mesh(2) as mesh:
+        shard_block(case.block, planned("phi3"), mesh)
+    assert config.num_attention_heads == HEADS
+    assert case.block.self_attn.config.num_attention_heads == HEADS // 2
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with simulated_mesh(4) as mesh, pytest.raises(ValueError, match="the plan is for 2 ranks"):
+        shard_block(make("llama").block, planned("llama"), mesh)
+
+
+def test_planning_changes_nothing() -> None:
+    case = make("gpt2")
+    before = copy.deepcopy(case.block)
+    plan_block(case.block, case.args, case.kwargs)
+    assert not dist.is_initialized()
+    for (name, module), (_, old) in zip(case.block.named_modules(), before.named_modules(), strict=True):
+        assert type(module) is type(old), name
+        assert len(module._forward_hooks) + len(module._forward_pre_hooks) == 0
+        assert {k: v for k, v in vars(module).items() if isinstance(v, int)} == {
+            k: v for k, v in vars(old).items() if isinstance(v, int)
+        }
+    assert all(torch.equal(p, q) for p, q in zip(case.block.parameters(), before.parameters(), strict=True))
+    assert all(p.grad is None for p in case.block.parameters())
+
+
+# The cache
+
+
+def cached(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[BlockTensorPlan, int]:
+    """A plan, and how many comparisons it took."""
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Verdict:
+        calls.append(1)
+        return verify(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(propose, "verify", counted)
+        return plan_block(case.block, case.args, case.kwargs), len(calls)
+
+
+def test_a_plan_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, calls = cached(make("example"), monkeypatch)
+    assert calls
+    again, calls = cached(make("example"), monkeypatch)
+    assert (again, calls) == (plan, 0)
+    [file] = (tmp_path / "tensor_plans").iterdir()
+    for damage in (file.read_text()[:50], "{}", "[1]", ""):
+        file.write_text(damage)
+        again, calls = cached(make("example"), monkeypatch)
+        assert again == plan
+        assert calls
+    other = make("example")
+    other.block.heads = 8
+    assert cached(other, monkeypatch)[1]
+    assert not list((tmp_path / "tensor_plans").glob("*.tmp"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LIGHTNING_PAR_CACHE", str(tmp_path / "file"))
+    assert cached(make("example"), monkeypatch)[1]
+
+
+def test_the_layers_of_a_model_share_a_key() -> None:
+    def key(**options: Any) -> str:
+        case = llama(**options)
+        return cache.key_of(case.block, case.args, case.kwargs, 2, {})
+
+    assert key() == key()
+    assert key() != key(num_key_value_heads=4)
+    assert key() != key(rms_norm_eps=1e-3)
+
+
+# Private API
+
+
+@pytest.mark.skipif(not CAN_SIMULATE, reason="this torch has no LocalTensorMode")
+def test_simulated_ranks() -> None:
+    with simulated_mesh(3) as mesh:
+        parts = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).to_local()
+        assert len(rank_values(parts)) == 3
+        assert full_tensor(DTensor.from_local(torch.ones(2), mesh, [Shard(0)])).shape == (6,)
+    assert not dist.is_initialized()
+    assert len(rank_values(torch.ones(2))) == 1
+
+
+def test_nothing_divided_gives_the_same_numbers_where_code_adds_in_place() -> None:
+    # An ordinary tensor would be shared by the simulated ranks, and the experts of each would add to it.
+    assert verdict_of("mixtral", BlockTensorPlan(2, ())) == Verdict(0.0, "")
+
+
+def test_without_simulation_a_mesh_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_par.parallel.tensor.verify.CAN_SIMULATE", False)
+    with pytest.raises(ValueError, match="this torch cannot simulate ranks, .* pass mesh"):
+        verdict_of("example", planned("example"))
+
+
+def plan_without_mesh() -> None:
+    case = make("example")
+    with pytest.raises(ValueError, match="a process group is initialised, .* pass mesh"):
+        plan_block(case.block, case.args, case.kwargs, use_cache=False)
+
+
+def test_among_other_ranks_a_mesh_is_needed() -> None:
+    run_ranks(1, plan_without_mesh)
