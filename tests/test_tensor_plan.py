@@ -275,10 +275,15 @@ def weight_normed() -> nn.Module:
     return block
 
 
+class Int8Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) / 100, self.bias)
+
+
 def frozen_in_int8() -> nn.Module:
     block = Feed()
+    block.up = Int8Linear(WIDTH, 64)
     block.up.weight = nn.Parameter((block.up.weight * 100).to(torch.int8), requires_grad=False)
-    block.up.forward = lambda x: nn.functional.linear(x, block.up.weight.to(x.dtype) / 100, block.up.bias)  # type: ignore[method-assign]
     return block
 
 
@@ -319,6 +324,22 @@ def test_limits(build: Callable[[], nn.Module], tp_size: int, styles: str, text:
     with pytest.raises(ParallelConfigError) as caught:
         plan_block(block, args, tp_size=tp_size, styles={pattern: "shard"})
     assert text in str(caught.value)
+
+
+class OnlyFloat32(Feed):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.up.weight.dtype is not torch.float32:
+            raise TypeError("float32 is wanted")
+        return super().forward(x)
+
+
+def test_a_block_that_cannot_be_verified_is_replicated() -> None:
+    block, args = OnlyFloat32(), (torch.randn(2, TOKENS, WIDTH),)
+    plan = plan_block(block, args)
+    assert linear_styles(plan, block) == "--"
+    assert "it does not run in float64, so nothing can be verified (TypeError: float32 is wanted)" in plan["up"].reason
+    with pytest.raises(ParallelConfigError, match="it does not run in float64"):
+        plan_block(block, args, styles={"up": "shard"})
 
 
 def test_styles_that_were_asked_for() -> None:
@@ -420,13 +441,18 @@ def recomputed(plan: BlockTensorPlan) -> float:
     before = list(case.block.parameters())
     forward = case.block.forward
 
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with InDouble():
+            return case.block(*args, **kwargs)
+
     class Recomputing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.block = case.block
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+            # Autograd recomputes outside the mode of the caller.
+            return checkpoint(in_mode, *args, use_reentrant=False, **kwargs)
 
     found = step(Recomputing(), case)
     assert forward == case.block.forward

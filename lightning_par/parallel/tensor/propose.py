@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_par.errors import Problem, Problems
+from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor import cache
 from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, is_linear, trace_linears
-from lightning_par.parallel.tensor.verify import Trial, Verdict, prepare, verify
+from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
 
 Wish = Literal["shard", "gather", "replicate"]
 # A proposal costs up to a second; attention that needs more of them is gathered.
@@ -101,7 +101,13 @@ def _find_plan(
     )
     plan = BlockTensorPlan(tp_size, modules)
     problems = Problems()
-    trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+    try:
+        trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+    except Exception as error:  # The block's own code, in a precision it may not know.
+        reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
+        if any(wish != "replicate" for wish in styles.values()):
+            raise ParallelConfigError(Problem(f"{type(block).__name__}: {reason}")) from error
+        return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
     graph = trace_linears(trial.block, trial.args, trial.kwargs)
     for name in graph.uncalled:
         reason = uncalled_reason(name, block)

@@ -138,12 +138,17 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
         except Exception as error:  # A wrong plan fails in the block's own code, in any way.
-            verdict = Verdict(math.inf, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            verdict = Verdict(math.inf, describe(error))
     if mesh is not None and not simulate:
         worst = torch.tensor(verdict.error, dtype=torch.float64, device=mesh.device_type)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group())
         verdict = Verdict(worst.item(), verdict.worst)
     return verdict
+
+
+def describe(error: Exception) -> str:
+    """Return the class of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 @contextmanager
