@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_par.parallel.shards import full_tensor
+from lightning_par.parallel.tensor import BlockTensorPlan, plan_block
+from lightning_par.parallel.tensor._compat import leaves, map_tensors
+from lightning_par.parallel.tensor.verify import InDouble
 from models import Block as NanoBlock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -160,3 +167,43 @@ CASES: dict[str, Callable[[], Case]] = {
 def make(name: str) -> Case:
     torch.manual_seed(0)
     return randomised(CASES[name]())
+
+
+@functools.cache
+def planned(name: str, tp_size: int = 2) -> BlockTensorPlan:
+    """The plan of that block, found once in a process."""
+    case = make(name)
+    return plan_block(case.block, case.args, case.kwargs, tp_size, use_cache=False)
+
+
+def in_double(case: Case) -> Case:
+    args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (case.args, case.kwargs))
+    return Case(case.block.double().eval(), args, kwargs)
+
+
+def step(block: nn.Module, case: Case) -> dict[str, Tensor]:
+    """Outputs, the gradient of the input, and the weights after a step of gradient descent at rate 1."""
+    first = next(i for i, arg in enumerate(case.args) if isinstance(arg, Tensor))
+    args = list(case.args)
+    args[first] = args[first].detach().clone().requires_grad_()
+    generator = torch.Generator().manual_seed(5)
+    with InDouble():
+        outputs = [leaf for leaf in leaves(block(*args, **case.kwargs)) if isinstance(leaf, Tensor)]
+        sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in outputs).backward()
+    with torch.no_grad():
+        for param in block.parameters():
+            if param.grad is not None:
+                param -= param.grad
+    found = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs)}
+    found["input gradient"] = args[first].grad
+    return found | {key: full_tensor(value) for key, value in block.state_dict().items()}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    assert all(type(value) is Tensor for value in found.values())
+    return max(((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item() for key in expected)
+
+
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tensor_blocks import CASES, HEADS, TOKENS, WIDTH, Case, llama, make
+from tensor_blocks import CASES, HEADS, TOKENS, WIDTH, Case, difference, in_double, llama, make, planned, step, tp_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor import BlockTensorPlan, cache, plan_block, propose, shard_block
-from lightning_par.parallel.tensor._compat import CAN_SIMULATE, leaves, map_tensors, rank_values, simulated_mesh
-from lightning_par.parallel.tensor.apply import rank_order
+from lightning_par.parallel.tensor._compat import CAN_SIMULATE, rank_values, simulated_mesh
 from lightning_par.parallel.tensor.plan import AttributePatch
-from lightning_par.parallel.tensor.verify import InDouble, Verdict, prepare, verify
+from lightning_par.parallel.tensor.verify import Verdict, prepare, verify
 from lightning_par.testing import run_ranks
 
 STYLES = {"column": "c", "row": "r", "fused column": "f", "gather": "g", "replicate": "-"}
@@ -55,12 +49,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_PAR_CACHE", str(tmp_path))
 
 
-@functools.cache
-def planned(name: str, tp_size: int = 2) -> BlockTensorPlan:
-    case = make(name)
-    return plan_block(case.block, case.args, case.kwargs, tp_size, use_cache=False)
-
-
 def linear_styles(plan: BlockTensorPlan, block: nn.Module) -> str:
     linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
     return "".join(STYLES[plan[name].style] for name in linear)
@@ -79,39 +67,6 @@ def test_the_plan_of_a_real_model(name: str) -> None:
     }
     assert sum(module.numel for module in plan.modules) == sum(p.numel() for p in block.parameters())
     assert 0 < plan.sharded_share < 1
-
-
-def in_double(case: Case) -> Case:
-    args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (case.args, case.kwargs))
-    return Case(case.block.double().eval(), args, kwargs)
-
-
-def step(block: nn.Module, case: Case) -> dict[str, Tensor]:
-    """Outputs, the gradient of the input, and the weights after a step of gradient descent at rate 1."""
-    first = next(i for i, arg in enumerate(case.args) if isinstance(arg, Tensor))
-    args = list(case.args)
-    args[first] = args[first].detach().clone().requires_grad_()
-    generator = torch.Generator().manual_seed(5)
-    with InDouble():
-        outputs = [leaf for leaf in leaves(block(*args, **case.kwargs)) if isinstance(leaf, Tensor)]
-        sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in outputs).backward()
-    with torch.no_grad():
-        for param in block.parameters():
-            if param.grad is not None:
-                param -= param.grad
-    found = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs)}
-    found["input gradient"] = args[first].grad
-    return found | {key: full_tensor(value) for key, value in block.state_dict().items()}
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    assert all(type(value) is Tensor for value in found.values())
-    return max(((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item() for key in expected)
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def compare_on_ranks(name: str, plan: BlockTensorPlan) -> tuple[float, Verdict, Verdict]:
@@ -342,6 +297,11 @@ def test_a_block_that_cannot_be_verified_is_replicated() -> None:
         plan_block(block, args, styles={"up": "shard"})
 
 
+def test_a_block_without_values_is_refused() -> None:
+    with pytest.raises(ParallelConfigError, match="Feed has parameters on the meta device"):
+        plan_block(Feed().to("meta"), (torch.randn(2, TOKENS, WIDTH),))
+
+
 def test_styles_that_were_asked_for() -> None:
     case = make("llama")
     styles = {"self_attn.*": "gather", "mlp.*": "replicate"}
@@ -358,145 +318,6 @@ def test_styles_that_are_wrong() -> None:
         plan_block(case.block, case.args, case.kwargs, styles={"attn.*": "shard", "mlp.*": "slice"})  # type: ignore[dict-item]
     assert "styles['attn.*'] matches none of the Linears self_attn.q_proj" in str(caught.value)
     assert "styles['mlp.*'] is 'slice'" in str(caught.value)
-
-
-# Dividing a block
-
-
-def test_order_of_ranks() -> None:
-    assert rank_order((4, 2), 2).tolist() == [0, 1, 4, 2, 3, 5]
-    assert rank_order((3,), 3).tolist() == [0, 1, 2]
-
-
-def count_collectives(plan: BlockTensorPlan) -> list[dict[str, int]]:
-    case, mesh = in_double(make("qwen3")), tp_mesh()
-    shard_block(case.block, plan, mesh)
-    x = case.args[0].requires_grad_()
-    counts = []
-    with CommDebugMode() as mode:
-        out = case.block(x, **case.kwargs)
-    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
-    with CommDebugMode() as mode:
-        out.sum().backward()
-    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
-    return counts
-
-
-def test_the_communication_is_that_of_megatron() -> None:
-    # Forward: one sum for attention and MLP each. Backward: the same, and two norms of heads.
-    for forward, backward in run_ranks(2, count_collectives, planned("qwen3")):
-        assert forward == {"all_reduce": 2}
-        assert backward == {"all_reduce": 4}
-
-
-def round_trip(name: str, plan: BlockTensorPlan) -> None:
-    mesh = tp_mesh()
-    original = make(name).block
-    expected = {key: value.clone() for key, value in original.state_dict().items()}
-    shard_block(original, plan, mesh)
-    saved = original.state_dict()
-    fused = next(module for module in plan.modules if module.style == "fused column")
-    weight = original.get_submodule(fused.name).weight
-    assert not torch.equal(full_tensor(weight), expected[f"{fused.name}.weight"])
-    for key, value in expected.items():
-        assert saved[key].shape == value.shape
-        assert torch.equal(full_tensor(saved[key]), value)
-    assert saved[f"{fused.name}.weight"].placements == weight.placements
-
-    other = make(name).block
-    for param in other.parameters():
-        nn.init.zeros_(param)
-    shard_block(other, plan, mesh)
-    other.load_state_dict(saved)
-    for mine, theirs in zip(other.parameters(), original.parameters(), strict=True):
-        assert torch.equal(full_tensor(mine), full_tensor(theirs))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "phi3"])
-def test_state_dicts_have_the_order_of_the_undivided_block(name: str) -> None:
-    run_ranks(2, round_trip, name, planned(name))
-
-
-def with_fsdp(name: str, plan: BlockTensorPlan) -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
-    case = in_double(make(name))
-    expected = step(copy.deepcopy(case.block), case)
-    shard_block(case.block, plan, mesh["tp"])
-    fully_shard(case.block, mesh=mesh["data"])
-    found = step(case.block, case)
-    # The gradient of the input is that of this data rank.
-    return difference(found, expected)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_fsdp_composes(name: str) -> None:
-    for error in run_ranks(4, with_fsdp, name, planned(name)):
-        assert error < 1e-9
-
-
-def recomputed(plan: BlockTensorPlan) -> float:
-    case, mesh = in_double(make("qwen3")), tp_mesh()
-    expected = step(copy.deepcopy(case.block), case)
-    shard_block(case.block, plan, mesh)
-    before = list(case.block.parameters())
-    forward = case.block.forward
-
-    def in_mode(*args: Any, **kwargs: Any) -> Any:
-        with InDouble():
-            return case.block(*args, **kwargs)
-
-    class Recomputing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = case.block
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            # Autograd recomputes outside the mode of the caller.
-            return checkpoint(in_mode, *args, use_reentrant=False, **kwargs)
-
-    found = step(Recomputing(), case)
-    assert forward == case.block.forward
-    assert all(mine is old for mine, old in zip(case.block.parameters(), before, strict=True))
-    return difference({key.removeprefix("block."): value for key, value in found.items()}, expected)
-
-
-def test_recomputation_composes() -> None:
-    assert max(run_ranks(2, recomputed, planned("qwen3"))) < 1e-9
-
-
-def test_parameters_return_after_a_failed_forward() -> None:
-    case = make("qwen3")
-    with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("qwen3"), mesh)
-        before = dict(case.block.named_parameters())
-        with pytest.raises(RuntimeError):
-            case.block(torch.randn(1, 2, WIDTH), **case.kwargs)
-        assert all(param is before[name] for name, param in case.block.named_parameters())
-
-
-def test_what_users_attach_stays() -> None:
-    case = make("llama")
-    case.block.mlp.up_proj.weight.mark = "mine"
-    case.block.mlp.gate_proj.weight.requires_grad_(False)
-    with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("llama"), mesh)
-    assert case.block.mlp.up_proj.weight.mark == "mine"
-    assert not case.block.mlp.gate_proj.weight.requires_grad
-
-
-def test_a_patch_changes_no_other_module() -> None:
-    case = make("phi3")
-    config = case.block.self_attn.config
-    assert case.block.mlp.config is config
-    with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("phi3"), mesh)
-    assert config.num_attention_heads == HEADS
-    assert case.block.self_attn.config.num_attention_heads == HEADS // 2
-
-
-def test_a_mesh_of_another_size_is_refused() -> None:
-    with simulated_mesh(4) as mesh, pytest.raises(ValueError, match="the plan is for 2 ranks"):
-        shard_block(make("llama").block, planned("llama"), mesh)
 
 
 def test_planning_changes_nothing() -> None:

@@ -45,8 +45,14 @@ def shard_block(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> No
         if module.style != "replicate":
             linear = block.get_submodule(module.name)
             _divide_parameters(linear, module, mesh)
-            _communicate(linear, module, mesh, *entries[module.group])
+            _communicate(linear, module, mesh, entries[module.group][0])
     restore()
+
+    def forget(*_: Any) -> None:
+        for _enter, clear in entries.values():
+            clear()
+
+    block.register_forward_hook(forget, always_call=True)
     for patch in plan.patches:
         _patch(block.get_submodule(patch.module), patch.attribute, patch.value)
     if plan.partial_gradients:
@@ -82,7 +88,8 @@ def _divide_parameters(linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh) ->
 def _entry(mesh: DeviceMesh) -> tuple[_Enter, Callable[[], None]]:
     """Make the entry of a region, and what forgets its last input.
 
-    Columns that have the same input share one DTensor of it, so that its gradient is summed over the ranks once.
+    Columns that have the same input share one DTensor of it, so that its gradient is summed over the ranks once. It is
+    forgotten when the block ends, else it would keep the graph alive.
     """
     last: list[Any] = []
 
@@ -98,15 +105,12 @@ def _entry(mesh: DeviceMesh) -> tuple[_Enter, Callable[[], None]]:
     return enter, last.clear
 
 
-def _communicate(
-    linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh, enter: _Enter, forget: Callable[[], None]
-) -> None:
+def _communicate(linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh, enter: _Enter) -> None:
     """Let a divided Linear take and return plain tensors."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if plan.style != "row":
             return map_first_tensor(enter, args, kwargs)
-        forget()
         return map_first_tensor(
             lambda source: DTensor.from_local(source, mesh, [Shard(-1)], run_check=False), args, kwargs
         )
@@ -136,20 +140,23 @@ def _sum_gradients(block: nn.Module, names: tuple[str, ...], mesh: DeviceMesh) -
     During the block's forward they are replaced by what sums the gradient: a hook on the parameter would be lost when
     FSDP replaces it.
     """
-    owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    outside: list[list[nn.Parameter | None]] = []
+    outside: list[list[Any]] = []
 
-    def before(*_: Any) -> None:
-        outside.append([owner._parameters[key] for owner, key in owners])
-        for owner, key in owners:
-            whole: Any = owner._parameters[key]
-            whole = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-            owner._parameters[key] = whole.to_local(grad_placements=[Partial()])
+    def owners(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+        # Looked up at each call: the block may be a copy.
+        split = [name.rpartition(".")[::2] for name in names]
+        return [(module.get_submodule(owner)._parameters, key) for owner, key in split]
 
-    def after(*_: Any) -> None:
+    def before(module: nn.Module, args: Any) -> None:
+        outside.append([parameters[key] for parameters, key in owners(module)])
+        for parameters, key in owners(module):
+            whole = DTensor.from_local(parameters[key], mesh, [Replicate()], run_check=False)
+            parameters[key] = whole.to_local(grad_placements=[Partial()])
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
         if outside:
-            for (owner, key), param in zip(owners, outside.pop(), strict=True):
-                owner._parameters[key] = param
+            for (parameters, key), param in zip(owners(module), outside.pop(), strict=True):
+                parameters[key] = param
 
     block.register_forward_pre_hook(before)
     block.register_forward_hook(after, always_call=True)
@@ -173,17 +180,17 @@ def _keep_order_in_checkpoints(linear: nn.Module, plan: ModulePlan, tp_size: int
             stride=value.stride(),
         )
 
-    def reorder_all(state_dict: dict[str, Any], prefix: str, indices: Tensor) -> None:
-        for name in linear._parameters:
+    def reorder_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, indices: Tensor) -> None:
+        for name in module._parameters:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and not value.is_meta:
                 state_dict[prefix + name] = reorder(value.detach(), indices)
 
     def after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        reorder_all(state_dict, prefix, order.argsort())
+        reorder_all(module, state_dict, prefix, order.argsort())
 
     def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        reorder_all(state_dict, prefix, order)
+        reorder_all(module, state_dict, prefix, order)
 
     linear.register_state_dict_post_hook(after_saving)
     linear.register_load_state_dict_pre_hook(before_loading)

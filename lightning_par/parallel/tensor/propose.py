@@ -58,10 +58,13 @@ def plan_block(
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
-        ParallelConfigError: If a style matches no Linear, or cannot be had.
+        ParallelConfigError: If a style matches no Linear or cannot be had, or if the block has no values.
         ValueError: If the mesh is missing.
     """
     kwargs, styles = kwargs or {}, styles or {}
+    if any(param.is_meta for param in block.parameters()):
+        problem = f"{type(block).__name__} has parameters on the meta device, and a plan is verified with values"
+        raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
     key = cache.key_of(block, args, kwargs, tp_size, styles) if use_cache else None
@@ -164,11 +167,12 @@ def _divide(
         first = group.names[0]
         problem = Problem(f"{first}: {why[0]}", f'styles={{"{first}": "gather"}}')
         return _Outcome(plan, None, limits.compute or (problem,))
-    proposal = _gathered(plan, graph, group, number, why[0] if why else "as styles say")
+    reason = why[0] if why else "as styles say"
+    proposal = _gathered(plan, graph, group, number, reason)
     verdict = verify(trial, proposal, mesh)
     if verdict.accepted:
         return _Outcome(proposal, verdict)
-    reason = f"{why[0] if why else ''}; nor does gathering ({_describe(verdict)})".removeprefix("; nor does ")
+    reason = f"{reason}; nor does gathering ({_describe(verdict)})"
     return _Outcome(_with_reason(plan, group.names, reason), None, (Problem(reason),) if wish else ())
 
 
