@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_blocks import HEADS, WIDTH, difference, in_double, make, planned, step, tp_mesh
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,11 +17,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.parallel.shards import full_tensor
-from lightning_par.parallel.tensor import BlockTensorPlan, shard_block
+from lightning_par.parallel.tensor import BlockTensorPlan, plan_block, shard_block
 from lightning_par.parallel.tensor._compat import simulated_mesh
 from lightning_par.parallel.tensor.apply import rank_order
 from lightning_par.parallel.tensor.verify import InDouble
 from lightning_par.testing import run_ranks
+from tensor_blocks import HEADS, WIDTH, captured, difference, in_double, make, planned, step, tokens, tp_mesh
 
 
 def test_order_of_ranks() -> None:
@@ -93,6 +94,48 @@ def with_fsdp(name: str, plan: BlockTensorPlan) -> float:
 def test_fsdp_composes(name: str) -> None:
     for error in run_ranks(4, with_fsdp, name, planned(name)):
         assert error < 1e-9
+
+
+def whole_model(kind: str, blocks: str) -> float:
+    """All blocks divided by the plan of one, the rest of the model replicated."""
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, pad_token_id=0, eos_token_id=0, **MODELS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(config)
+    case = captured(model, f"{blocks}.0", tokens(), use_cache=False)
+    reference = copy.deepcopy(model.double())
+    plan = plan_block(case.block, case.args, case.kwargs, mesh=mesh, use_cache=False)
+    assert not any(module.style == "gather" for module in plan.modules)
+    for block in model.get_submodule(blocks).children():
+        shard_block(block, plan, mesh)
+    with InDouble():
+        losses = [m(input_ids=tokens(), labels=tokens(), use_cache=False).loss for m in (model, reference)]
+    torch.stack(losses).sum().backward()
+    errors = [(losses[0] - losses[1]).abs() / losses[1]]
+    largest = max(param.grad.abs().max() for param in reference.parameters())
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        fused = next((m for m in plan.modules if m.parts and f".{m.name}." in name), None)
+        if fused is not None:
+            order = rank_order(fused.parts, 2)
+            expected = expected.index_select(expected.dim() - 1 if fused.transposed else 0, order)
+        errors.append((full_tensor(param.grad) - expected).abs().max() / largest)
+    return max(error.item() for error in errors)
+
+
+SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {**SMALL, "intermediate_size": 48},
+    "Qwen3": {**SMALL, "intermediate_size": 48, "head_dim": 8},
+    "Phi3": {**SMALL, "intermediate_size": 48},
+    "GPT2": {"n_positions": 8, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "bos_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_blocks_of_a_whole_model(kind: str) -> None:
+    blocks = "transformer.h" if kind == "GPT2" else "model.layers"
+    assert max(run_ranks(2, whole_model, kind, blocks)) < 1e-9
 
 
 def recomputed(plan: BlockTensorPlan) -> float:

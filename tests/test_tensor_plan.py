@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tensor_blocks import CASES, HEADS, TOKENS, WIDTH, Case, difference, in_double, llama, make, planned, step, tp_mesh
+import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -23,6 +25,21 @@ from lightning_par.parallel.tensor._compat import CAN_SIMULATE, rank_values, sim
 from lightning_par.parallel.tensor.plan import AttributePatch
 from lightning_par.parallel.tensor.verify import Verdict, prepare, verify
 from lightning_par.testing import run_ranks
+from tensor_blocks import (
+    CASES,
+    HEADS,
+    SIZES,
+    TOKENS,
+    WIDTH,
+    Case,
+    difference,
+    in_double,
+    llama,
+    make,
+    planned,
+    step,
+    tp_mesh,
+)
 
 STYLES = {"column": "c", "row": "r", "fused column": "f", "gather": "g", "replicate": "-"}
 # Styles of the Linears in the order of the block's modules, patched attributes, parameters whose gradient is summed.
@@ -374,14 +391,48 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert cached(make("example"), monkeypatch)[1]
 
 
-def test_the_layers_of_a_model_share_a_key() -> None:
-    def key(**options: Any) -> str:
-        case = llama(**options)
-        return cache.key_of(case.block, case.args, case.kwargs, 2, {})
+def key(case: Case) -> str | None:
+    return cache.key_of(case.block, case.args, case.kwargs, 2, {})
 
-    assert key() == key()
-    assert key() != key(num_key_value_heads=4)
-    assert key() != key(rms_norm_eps=1e-3)
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_real_model_has_a_key(name: str) -> None:
+    assert key(make(name)) is not None
+    assert key(make(name)) == key(make(name))
+
+
+def test_what_changes_the_key() -> None:
+    assert key(llama()) != key(llama(num_key_value_heads=4))
+    assert key(llama()) != key(llama(rms_norm_eps=1e-3))
+    case = make("llama")
+    case.block.mlp.act_fn = nn.Softmax(dim=-1)
+    assert key(case) != key(make("llama"))
+    case = Case(Feed(), (torch.randn(1, WIDTH),), {})
+    keys = [key(case)]
+    case.block.activation = functools.partial(torch.softmax, dim=-1)
+    keys.append(key(case))
+    case.block.activation = torch.relu
+    keys.append(key(case))
+    assert len(set(keys)) == 3
+    assert None not in keys
+    case.block.activation = lambda x: x
+    assert key(case) is None
+
+
+def test_layers_of_a_model_share_a_key() -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    first, second = transformers.LlamaModel(config).layers
+    assert cache.key_of(first, (), {}, 2, {}) == cache.key_of(second, (), {}, 2, {}) is not None
+
+
+def plan_on_a_part_of_the_ranks() -> BlockTensorPlan:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))["tp"]
+    case = make("phi3")
+    return plan_block(case.block, case.args, case.kwargs, mesh=mesh, use_cache=False)
+
+
+def test_ranks_plan_alike_on_their_mesh() -> None:
+    assert run_ranks(4, plan_on_a_part_of_the_ranks) == [planned("phi3")] * 4
 
 
 # Private API

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensor_blocks import CASES, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_par.parallel.tensor.trace import HeadView, LinearGraph, trace_linears
+from tensor_blocks import CASES, make
 
 LLAMA_GROUPS = (
     "self_attn.q_proj self_attn.k_proj self_attn.v_proj > self_attn.o_proj",
