@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,18 @@ def test_a_plan_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     other.block.heads = 8
     assert cached(other, monkeypatch)[1]
     assert not list((tmp_path / "tensor_plans").glob("*.tmp"))
+
+
+def test_writers_do_not_disturb_readers() -> None:
+    plan = planned("phi3")
+    cache.store("key", plan)
+
+    def work(_: int) -> bool:
+        cache.store("key", plan)
+        return cache.load("key") == plan
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(100)))
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
