@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor import BlockTensorPlan, cache, plan_block, propose, shard_block
+from lightning_par.parallel.tensor import verify as verify_module
 from lightning_par.parallel.tensor._compat import CAN_SIMULATE, rank_values, simulated_mesh
 from lightning_par.parallel.tensor.plan import AttributePatch
 from lightning_par.parallel.tensor.verify import Verdict, prepare, verify
@@ -158,21 +160,29 @@ def test_a_wrong_plan_is_rejected(name: str, spoil: Callable[[BlockTensorPlan], 
 def test_only_a_gradient_tells_that_heads_share_a_norm() -> None:
     case = make("qwen3")
     trial = prepare(case.block, case.args, case.kwargs)
-    verdict = verify(trial, replace(planned("qwen3"), partial_gradients=("self_attn.k_norm.weight",)))
-    assert verdict.worst == "gradient of self_attn.q_norm.weight"
-    outputs = {name: value for name, value in trial.expected.items() if name != verdict.worst}
-    assert set(outputs) > {"output 0", "gradient of input 0", "gradient of self_attn.q_proj.weight"}
+    plan = replace(planned("qwen3"), partial_gradients=("self_attn.k_norm.weight",))
+    worst = "gradient of self_attn.q_norm.weight"
+    assert verify(trial, plan).worst == worst
+    # Without that one, everything is right: a test of outputs would have passed it.
+    others = {name: value for name, value in trial.expected.items() if name != worst}
+    run = verify_module._run
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verify_module, "_run", lambda *args: {k: v for k, v in run(*args).items() if k != worst})
+        assert verify(replace(trial, expected=others), plan).accepted
 
 
 def test_a_row_without_reduction_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def redistribute(self: DTensor, *, placements: Any) -> DTensor:
-        return self
+    reduce = DTensor.redistribute
+
+    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        at_exit = self.placements[0].is_partial() and not args and kwargs.keys() == {"placements"}
+        return self if at_exit else reduce(self, *args, **kwargs)
 
     plan = planned("llama")
     case = make("llama")
     trial = prepare(case.block, case.args, case.kwargs)
     monkeypatch.setattr(DTensor, "redistribute", redistribute)
-    assert not verify(trial, plan).accepted
+    assert 1e-3 < verify(trial, plan).error < math.inf
 
 
 class ZeroAtFirst(nn.Module):
