@@ -1,0 +1,87 @@
+"""What is done to the Linears of one block, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["column", "row", "fused column", "gather", "replicate"]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What happens to the parameters that one module holds itself.
+
+    Attributes:
+        name: The module's name in the block; "" is the block.
+        style: "column": each rank has a slice of the output features. "row": of the input features. "fused column": of
+            each part of the output features. "gather": of the output features, which are gathered at once, so that
+            memory is saved and no work. "replicate": everything.
+        numel: Number of parameters, before they are divided.
+        parts: Sizes of the parts of a fused column's output features, in order.
+        transposed: Whether the weight is (in, out).
+        group: Modules with the same number are divided together; -1: replicated.
+        reason: Why it is not divided, or only in memory.
+    """
+
+    name: str
+    style: Style
+    numel: int
+    parts: tuple[int, ...] = ()
+    transposed: bool = False
+    group: int = -1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class AttributePatch:
+    """A number that a module's forward reads, and its value on each rank.
+
+    Attributes:
+        module: The module's name in the block; "" is the block.
+        attribute: Name of the attribute; "config.num_heads" is one of an object that the module holds.
+        value: What it becomes.
+    """
+
+    module: str
+    attribute: str
+    value: int
+
+
+@dataclass(frozen=True)
+class BlockTensorPlan:
+    """How one block is divided over `tp_size` ranks.
+
+    Attributes:
+        tp_size: Number of ranks.
+        modules: One entry for each module that holds parameters.
+        patches: Attributes to change.
+        partial_gradients: Replicated parameters of which each rank has only a part of the gradient.
+        verified: How it was compared with the undivided block, and with which error.
+    """
+
+    tp_size: int
+    modules: tuple[ModulePlan, ...]
+    patches: tuple[AttributePatch, ...] = ()
+    partial_gradients: tuple[str, ...] = ()
+    verified: str = ""
+
+    def __getitem__(self, name: str) -> ModulePlan:
+        return next(module for module in self.modules if module.name == name)
+
+    @property
+    def sharded_share(self) -> float:
+        """The part of the block's parameters that is divided, 0 to 1."""
+        divided = sum(module.numel for module in self.modules if module.style != "replicate")
+        return divided / max(1, sum(module.numel for module in self.modules))
+
+    def report(self) -> str:
+        """Describe the plan, one line a module."""
+        lines = [f"tp {self.tp_size}: {self.sharded_share:.1%} of the parameters divided; {self.verified}"]
+        for module in self.modules:
+            parts = f" {list(module.parts)}" if module.parts else ""
+            reason = f": {module.reason}" if module.reason else ""
+            lines.append(f"  {module.name or '(block)'}: {module.style}{parts}{reason}")
+        lines += [f"  {patch.module or '(block)'}.{patch.attribute} = {patch.value}" for patch in self.patches]
+        lines += [f"  {name}: gradient summed over tp" for name in self.partial_gradients]
+        return "\n".join(lines)

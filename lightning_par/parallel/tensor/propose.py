@@ -1,0 +1,253 @@
+"""Find a plan for one block: propose divisions of each group of Linears, and take the first that gives its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.parallel.tensor import cache
+from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
+from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
+from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
+from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, is_linear, trace_linears
+from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
+
+Wish = Literal["shard", "gather", "replicate"]
+# A proposal costs up to a second; attention that needs more of them is gathered.
+_MOST_TRIALS = 48
+
+
+class _Outcome(NamedTuple):
+    """What became of one group: a plan with it, or why there is none that computes with slices."""
+
+    plan: BlockTensorPlan
+    verdict: Verdict | None
+    problems: tuple[Problem, ...] = ()
+
+
+def plan_block(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    tp_size: int = 2,
+    *,
+    mesh: DeviceMesh | None = None,
+    styles: Mapping[str, Wish] | None = None,
+    use_cache: bool = True,
+) -> BlockTensorPlan:
+    """Trace a block, propose how to divide it, and verify; the block itself stays as it is.
+
+    A plan is plain data that does not depend on the rank, and holds for every block of the same class and sizes.
+
+    Args:
+        block: The block, with all its values (not on the meta device).
+        args: Positional arguments of one call, as the model makes it.
+        kwargs: Keyword arguments of that call. Tensors that require a gradient there have theirs compared.
+        tp_size: Number of ranks.
+        mesh: The tensor-parallel mesh; needed once a process group is initialised. Nothing is sent over it where torch
+            can simulate ranks.
+        styles: What some Linears must become, by globs of their names in the block: "shard" (compute with slices),
+            "gather" (slices of memory only) or "replicate". The rest is found out.
+        use_cache: Whether to read and write the plan on disk.
+
+    Raises:
+        ParallelConfigError: If a style matches no Linear or cannot be had, or if the block has no values.
+        ValueError: If the mesh is missing.
+    """
+    kwargs, styles = kwargs or {}, styles or {}
+    if any(param.is_meta for param in block.parameters()):
+        problem = f"{type(block).__name__} has parameters on the meta device, and a plan is verified with values"
+        raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
+    names = [name for name, module in block.named_modules() if is_linear(module)]
+    _check_styles(styles, names)
+    key = cache.key_of(block, args, kwargs, tp_size, styles) if use_cache else None
+    plan = cache.load(key) if key else None
+    if plan is None:
+        plan = _find_plan(block, args, kwargs, tp_size, mesh, styles)
+        if key:
+            cache.store(key, plan)
+    return plan
+
+
+def _check_styles(styles: Mapping[str, Wish], names: list[str]) -> None:
+    problems = Problems()
+    for pattern, wish in styles.items():
+        if wish not in ("shard", "gather", "replicate"):
+            problems.add(
+                f"styles[{pattern!r}] is {wish!r}; it is 'shard', 'gather' or 'replicate'",
+                f'styles={{"{pattern}": "shard"}}',
+            )
+        if not any(fnmatchcase(name, pattern) for name in names):
+            problems.add(f"styles[{pattern!r}] matches none of the Linears {', '.join(names)}")
+    problems.raise_if_any()
+
+
+def _find_plan(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tp_size: int,
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, Wish],
+) -> BlockTensorPlan:
+    modules = tuple(
+        ModulePlan(name, "replicate", sum(p.numel() for p in own), reason=_replicated_reason(block, name, module))
+        for name, module in block.named_modules()
+        if (own := list(module.parameters(recurse=False)))
+    )
+    plan = BlockTensorPlan(tp_size, modules)
+    problems = Problems()
+    try:
+        trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+    except Exception as error:  # The block's own code, in a precision it may not know.
+        reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
+        if any(wish != "replicate" for wish in styles.values()):
+            raise ParallelConfigError(Problem(f"{type(block).__name__}: {reason}")) from error
+        return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
+    graph = trace_linears(trial.block, trial.args, trial.kwargs)
+    for name in graph.uncalled:
+        reason = uncalled_reason(name, block)
+        plan = _with_reason(plan, (name,), reason)
+        if _wish((name,), styles) in ("shard", "gather"):
+            problems.add(f"{name} cannot be divided: {reason}", f'styles={{"{name}": "replicate"}}')
+    verdict: Verdict | None = None
+    for number, group in enumerate(graph.groups):
+        wish = _wish(group.names, styles)
+        outcome = _divide(trial, plan, graph, group, number, limits_of(group, graph, block, tp_size), mesh, wish)
+        plan, verdict = outcome.plan, outcome.verdict or verdict
+        problems.extend(outcome.problems)
+    problems.raise_if_any()
+    if verdict is None:
+        return replace(plan, verified="nothing is divided")
+    text = f"compared with the undivided block in float64, largest error {verdict.error:.1e} ({verdict.worst})"
+    return replace(plan, verified=text)
+
+
+def _wish(names: tuple[str, ...], styles: Mapping[str, Wish]) -> Wish | None:
+    """The wish for a group; where wishes differ, the one that asks for less."""
+    wishes = {wish for pattern, wish in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
+    order: tuple[Wish, ...] = ("replicate", "gather", "shard")
+    return next((wish for wish in order if wish in wishes), None)
+
+
+def _divide(
+    trial: Trial,
+    plan: BlockTensorPlan,
+    graph: LinearGraph,
+    group: LinearGroup,
+    number: int,
+    limits: Limits,
+    mesh: DeviceMesh | None,
+    wish: Wish | None,
+) -> _Outcome:
+    """Add a group to a verified plan, in the best way that verifies."""
+    if wish == "replicate":
+        return _Outcome(_with_reason(plan, group.names, "as styles say"), None)
+    if limits.everywhere:
+        return _Outcome(
+            _with_reason(plan, group.names, limits.everywhere[0].what), None, limits.everywhere if wish else ()
+        )
+    why = [problem.what for problem in limits.compute]
+    if not why and wish != "gather":
+        closest = Verdict(math.inf, "")
+        for proposal in _proposals(trial, plan, graph, group, number):
+            verdict = verify(trial, proposal, mesh)
+            if verdict.accepted:
+                return _Outcome(proposal, verdict)
+            closest = min(closest, verdict, key=lambda tried: tried.error) if closest.worst else verdict
+        why = [f"no way to compute with slices gives the same numbers (closest: {_describe(closest)})"]
+    if wish == "shard":
+        first = group.names[0]
+        problem = Problem(f"{first}: {why[0]}", f'styles={{"{first}": "gather"}}')
+        return _Outcome(plan, None, limits.compute or (problem,))
+    reason = why[0] if why else "as styles say"
+    proposal = _gathered(plan, graph, group, number, reason)
+    verdict = verify(trial, proposal, mesh)
+    if verdict.accepted:
+        return _Outcome(proposal, verdict)
+    reason = f"{reason}; nor does gathering ({_describe(verdict)})"
+    return _Outcome(_with_reason(plan, group.names, reason), None, (Problem(reason),) if wish else ())
+
+
+def _describe(verdict: Verdict) -> str:
+    return verdict.worst if math.isinf(verdict.error) else f"error {verdict.error:.1e} in the {verdict.worst}"
+
+
+def _proposals(
+    trial: Trial, plan: BlockTensorPlan, graph: LinearGraph, group: LinearGroup, number: int
+) -> Iterator[BlockTensorPlan]:
+    """Ways for each rank to compute with its slices, likely and simple ones first."""
+    nodes = [graph.linears[name] for name in group.names]
+    sizes = {size for node in nodes for size in (*node.parts, node.out_features) if node.role == "column"}
+    sizes |= {size for node in nodes for view in node.heads for size in (view.heads, view.heads * view.size)}
+    owners = {name.rpartition(".")[0] for name in group.names}
+    read = attributes_read(trial.block, owners | {""}, trial.args, trial.kwargs)
+    summed = (group.inner_parameters, ()) if group.inner_parameters else ((),)
+    fused = any(len(node.parts) > 1 for node in nodes if node.role == "column")
+    trials = 0
+    for in_parts in (True, False) if fused else (False,):
+        for patches in patch_sets(read, sizes, plan.tp_size):
+            for partial in summed:
+                trials += 1
+                if trials <= _MOST_TRIALS:
+                    yield _local(plan, graph, group, number, in_parts, patches, partial)
+
+
+def _local(
+    plan: BlockTensorPlan,
+    graph: LinearGraph,
+    group: LinearGroup,
+    number: int,
+    in_parts: bool,
+    patches: tuple[AttributePatch, ...],
+    partial: tuple[str, ...],
+) -> BlockTensorPlan:
+    def changed(module: ModulePlan) -> ModulePlan:
+        node = graph.linears[module.name]
+        if node.role == "row":
+            return replace(module, style="row", transposed=node.transposed, group=number, reason="")
+        parts = node.parts if in_parts and len(node.parts) > 1 else ()
+        style: Literal["column", "fused column"] = "fused column" if parts else "column"
+        return replace(module, style=style, parts=parts, transposed=node.transposed, group=number, reason="")
+
+    plan = _changed(plan, group.names, changed)
+    plan = _with_reason(
+        plan, {name.rpartition(".")[0] for name in partial}, "each rank uses it on its own features only"
+    )
+    return replace(plan, patches=plan.patches + patches, partial_gradients=plan.partial_gradients + partial)
+
+
+def _gathered(
+    plan: BlockTensorPlan, graph: LinearGraph, group: LinearGroup, number: int, reason: str
+) -> BlockTensorPlan:
+    def changed(module: ModulePlan) -> ModulePlan:
+        transposed = graph.linears[module.name].transposed
+        return replace(module, style="gather", transposed=transposed, group=number, reason=reason)
+
+    return _changed(plan, group.names, changed)
+
+
+def _with_reason(plan: BlockTensorPlan, names: tuple[str, ...] | set[str], reason: str) -> BlockTensorPlan:
+    return _changed(plan, names, lambda module: replace(module, reason=reason))
+
+
+def _changed(
+    plan: BlockTensorPlan, names: tuple[str, ...] | set[str], change: Callable[[ModulePlan], ModulePlan]
+) -> BlockTensorPlan:
+    modules = tuple(change(module) if module.name in names else module for module in plan.modules)
+    return replace(plan, modules=modules)
+
+
+def _replicated_reason(block: nn.Module, name: str, module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention holds its projections itself"
+    if is_stacked(module):
+        return f"{type(module).__name__} holds stacked matrices, not Linears"
+    return f"{type(module).__name__} is no Linear" if not is_linear(module) else ""
