@@ -84,7 +84,7 @@ KINDS = ["OnExceptionCheckpoint", "ModelCheckpoint"]
     ("kind", "where", "options"),
     [
         ("OnExceptionCheckpoint", "training", {}),
-        ("ModelCheckpoint", "validation", {"state_dict_type": "full"}),
+        pytest.param("ModelCheckpoint", "validation", {"state_dict_type": "full"}, marks=pytest.mark.slow),
         ("ModelCheckpoint", "training", {"replicate": True}),
     ],
     ids=str,
@@ -202,6 +202,7 @@ def test_18_processes_of_torchrun_exit_cleanly(script: Path) -> None:
     assert [f"rank {rank} of 2: gloo\n" == output for rank, output in enumerate(outputs)] == [True, True]
 
 
+@pytest.mark.slow
 def test_18_a_script_starts_its_second_process_and_exits_cleanly(script: Path) -> None:
     assert sorted(finish(start(script)).splitlines()) == ["rank 0 of 2: gloo", "rank 1 of 2: gloo"]
 

@@ -11,6 +11,11 @@ from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import LAYOUTS, Run, assert_same_training, build_strategy, make_trainer, train
 
+# Every layout, of which two are quick.
+QUICK_PAIR = pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in LAYOUTS]
+)
+
 
 def matrix() -> list[object]:
     """Every layout, host and model with accumulation 1 and 3, clipped or not; half of it in the long run only."""
@@ -49,9 +54,7 @@ def test_bases_without_a_dict(layout: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["InputGradients", "Adversarial"])
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in LAYOUTS]
-)
+@QUICK_PAIR
 def test_backward_inside_the_step(layout: str, model: str) -> None:
     ranks, spec = LAYOUTS[layout]
     host = "fabric" if layout == "zero1" else "trainer"
@@ -59,7 +62,7 @@ def test_backward_inside_the_step(layout: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@QUICK_PAIR
 def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
     ranks, (name, options) = LAYOUTS[layout]
     assert_same_training(Run(accumulate=3), ranks, (name, options | {"sync_every_batch": sync}))
@@ -113,7 +116,7 @@ def test_single_precision(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05, precision="32-true"), ranks, spec)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@QUICK_PAIR
 def test_steps_without_batch_idx(layout: str) -> None:
     ranks, spec = LAYOUTS[layout]
     assert_same_training(Run(model="short-steps", accumulate=2), ranks, spec)

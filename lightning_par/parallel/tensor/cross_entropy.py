@@ -101,9 +101,7 @@ def divided_cross_entropy(
     # As torch: an error on the CPU; on a GPU looking would wait for the device.
     if target.device.type == "cpu" and bool(((target < 0) | (target >= classes))[~ignored].any()):
         raise IndexError(f"a target is not in 0 ... {classes - 1}")
-    losses: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
-        logits, target.masked_fill(ignored, -1), weight, label_smoothing, group
-    )
+    losses: Tensor = _RowLosses.apply(logits, target.masked_fill(ignored, -1), weight, label_smoothing, group)
     if reduction == "none":
         return losses
     if reduction == "sum":
