@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.timing import HighWater, Interval, Samples, interleave, load, median_interval, ratios
 from lightning_par import strategies
 from lightning_par.strategies import fabric as fabric_strategies
-from lightning_par.testing import run_ranks
+from lightning_par.testing import run_ranks, stop_pool
 
 RANKS = 2
 ACCUMULATE = 4
@@ -294,13 +294,14 @@ def import_seconds() -> float:
 def run(size: Size, rounds: int, steps: int, minutes: float) -> str:
     """Run everything and return the report in Markdown; no round but the first begins after so many minutes of them."""
     start = time.monotonic()
-    # Before the memory, whose measurement changes how the process allocates.
-    limit = 60 * minutes
-    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
     peaks = {}
     for name in VARIANTS:
         peaks[name] = max(run_ranks(RANKS, measure_memory, size, name, timeout=300))
         print(f"{time.monotonic() - start:4.0f} s: {peaks[name] / 2**20:5.0f} MiB, {name}", file=sys.stderr)
+    # In new processes: measuring memory has changed how these allocate.
+    stop_pool()
+    limit = 60 * minutes
+    samples, busy = run_ranks(RANKS, measure_times, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
     imports = [import_seconds() for _ in range(size.imports)]
     count = sum(p.numel() for p in GPT(size).parameters())
     done = len(next(iter(samples.values())).wall)

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from lightning_par._rank_worker import GRACE, STOP_SIGNAL, Report, Task, pack, serve
 
-__all__ = ["MAX_RANKS", "RanksFailed", "RanksTimedOut", "run_ranks"]
+__all__ = ["MAX_RANKS", "RanksFailed", "RanksTimedOut", "run_ranks", "stop_pool"]
 
 T = TypeVar("T")
 
@@ -218,13 +218,14 @@ def _ready_workers(n: int) -> list[_Worker]:
         try:
             worker.wait_until_ready()
         except BaseException:
-            _stop_pool()
+            stop_pool()
             raise
     return _workers[:n]
 
 
 @atexit.register
-def _stop_pool() -> None:
+def stop_pool() -> None:
+    """End the processes of `run_ranks`; its next call starts new ones."""
     for worker in _workers:
         worker.connection.close()
     for worker in list(_workers):

@@ -181,9 +181,9 @@ def test_a_copy_of_a_divided_block_works() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "nano"])
 def test_the_graph_of_a_forward_is_freed(name: str) -> None:
-    case = in_double(make(name))
+    case, plan = in_double(make(name)), planned(name)
     with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned(name), mesh)
+        shard_block(case.block, plan, mesh)
         source = case.args[0].clone().requires_grad_()
         alive = weakref.ref(source)
         case.block(source, **case.kwargs)
@@ -193,9 +193,9 @@ def test_the_graph_of_a_forward_is_freed(name: str) -> None:
 
 
 def test_parameters_return_after_a_failed_forward() -> None:
-    case = make("qwen3")
+    case, plan = make("qwen3"), planned("qwen3")
     with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("qwen3"), mesh)
+        shard_block(case.block, plan, mesh)
         before = dict(case.block.named_parameters())
         with pytest.raises(RuntimeError):
             case.block(torch.randn(1, 2, WIDTH), **case.kwargs)
@@ -203,25 +203,26 @@ def test_parameters_return_after_a_failed_forward() -> None:
 
 
 def test_what_users_attach_stays() -> None:
-    case = make("llama")
+    case, plan = make("llama"), planned("llama")
     case.block.mlp.up_proj.weight.mark = "mine"
     case.block.mlp.gate_proj.weight.requires_grad_(False)
     with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("llama"), mesh)
+        shard_block(case.block, plan, mesh)
     assert case.block.mlp.up_proj.weight.mark == "mine"
     assert not case.block.mlp.gate_proj.weight.requires_grad
 
 
 def test_a_patch_changes_no_other_module() -> None:
-    case = make("phi3")
+    case, plan = make("phi3"), planned("phi3")
     config = case.block.self_attn.config
     assert case.block.mlp.config is config
     with simulated_mesh(2) as mesh:
-        shard_block(case.block, planned("phi3"), mesh)
+        shard_block(case.block, plan, mesh)
     assert config.num_attention_heads == HEADS
     assert case.block.self_attn.config.num_attention_heads == HEADS // 2
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
+    plan = planned("llama")
     with simulated_mesh(4) as mesh, pytest.raises(ValueError, match="the plan is for 2 ranks"):
-        shard_block(make("llama").block, planned("llama"), mesh)
+        shard_block(make("llama").block, plan, mesh)

@@ -265,7 +265,7 @@ def test_a_worker_that_gathers_threads_is_replaced() -> None:
 
 def test_stopped_pool_leaves_no_process() -> None:
     pids = run_ranks(2, _pid)
-    testing._stop_pool()
+    testing.stop_pool()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
