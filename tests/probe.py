@@ -19,6 +19,9 @@ from parity import LAYOUTS, build_strategy, make_trainer
 
 FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
+every_layout = pytest.mark.parametrize(
+    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
+)
 GLOBAL_BATCH = 4
 
 

@@ -14,16 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from probe import FAMILY, TWO, Numbers, Probe, SizedStream, Stream, numbers, own, same, trainer, weights
+from probe import TWO, Numbers, Probe, SizedStream, Stream, every_layout, numbers, own, same, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 from lightning_par.testing import RanksFailed, run_ranks
 
 Pair = namedtuple("Pair", "x y")
-every_layout = pytest.mark.parametrize(
-    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
-)
 
 
 @contextmanager

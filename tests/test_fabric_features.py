@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from probe import FAMILY, TWO, Probe, launched, numbers, own, part, same, weights
+from probe import TWO, Probe, every_layout, launched, numbers, own, part, same, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import fabric as strategies
 from lightning_par.testing import RanksFailed, run_ranks
-
-every_layout = pytest.mark.parametrize(
-    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
-)
 
 
 class Plain(nn.Module):

@@ -16,16 +16,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import grad_norm
-from probe import FAMILY, TWO, Probe, numbers, own, trainer
+from probe import TWO, Probe, every_layout, numbers, own, trainer
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_par.testing import run_ranks
-
-every_layout = pytest.mark.parametrize(
-    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
-)
 
 
 class Memory(Logger):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from probe import ddp_and_fsdp
 from torch.utils.data import DataLoader
 
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import LAYOUTS, Run, assert_same_training, build_strategy, make_trainer, train
-
-# Every layout, of which two are quick.
-QUICK_PAIR = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in LAYOUTS]
-)
 
 
 def matrix() -> list[object]:
@@ -54,7 +50,7 @@ def test_bases_without_a_dict(layout: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["InputGradients", "Adversarial"])
-@QUICK_PAIR
+@ddp_and_fsdp
 def test_backward_inside_the_step(layout: str, model: str) -> None:
     ranks, spec = LAYOUTS[layout]
     host = "fabric" if layout == "zero1" else "trainer"
@@ -62,7 +58,7 @@ def test_backward_inside_the_step(layout: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@QUICK_PAIR
+@ddp_and_fsdp
 def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
     ranks, (name, options) = LAYOUTS[layout]
     assert_same_training(Run(accumulate=3), ranks, (name, options | {"sync_every_batch": sync}))
@@ -116,7 +112,7 @@ def test_single_precision(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05, precision="32-true"), ranks, spec)
 
 
-@QUICK_PAIR
+@ddp_and_fsdp
 def test_steps_without_batch_idx(layout: str) -> None:
     ranks, spec = LAYOUTS[layout]
     assert_same_training(Run(model="short-steps", accumulate=2), ranks, spec)

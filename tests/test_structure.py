@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from probe import ddp_and_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,22 +21,11 @@ from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.testing import RanksFailed, run_ranks
 from models import GPT, LENGTH, VOCABULARY, Block, loader
-from parity import Record, Recorder, Run, assert_same_training, build_strategy, compare, make_trainer
-
-FAMILY: dict[str, tuple[int, tuple[str, dict[str, Any]]]] = {
-    "ddp": (2, ("DataParallelStrategy", {})),
-    "zero1": (2, ("ZeROStrategy", {"stage": 1})),
-    "zero2": (2, ("ZeROStrategy", {"stage": 2})),
-    "fsdp": (2, ("FSDP2Strategy", {})),
-    "hsdp": (4, ("HSDPStrategy", {"dp_shard_size": 2})),
-}
-family = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ("ddp", "fsdp") else pytest.mark.slow) for name in FAMILY]
-)
+from parity import LAYOUTS, Record, Recorder, Run, assert_same_training, build_strategy, compare, make_trainer
 
 
 def trained(model: str, layout: str, **options: Any) -> None:
-    ranks, spec = FAMILY[layout]
+    ranks, spec = LAYOUTS[layout]
     assert_same_training(Run(model=f"unusual:{model}", **options), ranks, spec)
 
 
@@ -57,18 +47,18 @@ def trained(model: str, layout: str, **options: Any) -> None:
         "Listed",
     ],
 )
-@family
+@ddp_and_fsdp
 def test_structure(model: str, layout: str) -> None:
     trained(model, layout, steps=2)
 
 
-@family
+@ddp_and_fsdp
 def test_structure_while_accumulating(layout: str) -> None:
     trained("Shared", layout, steps=2, accumulate=2)
 
 
 def fit_twice(layout: str, model: str) -> None:
-    ranks, spec = FAMILY[layout]
+    ranks, spec = LAYOUTS[layout]
     run, rank = Run(model=f"unusual:{model}", steps=1), dist.get_rank()
     module = run.build()
     for _ in range(2):
@@ -76,18 +66,18 @@ def fit_twice(layout: str, model: str) -> None:
         trainer.fit(module, loader(run.batches(rank, ranks)))
 
 
-@family
+@ddp_and_fsdp
 def test_a_module_that_is_built_anew_for_the_second_fit_is_refused(layout: str) -> None:
-    run_ranks(FAMILY[layout][0], fit_twice, layout, "InConfigureModel")
+    run_ranks(LAYOUTS[layout][0], fit_twice, layout, "InConfigureModel")
     with pytest.raises(RanksFailed, match=r"\d+ parameters of Rebuilt are new since it was parallelised.*model\."):
-        run_ranks(FAMILY[layout][0], fit_twice, layout, "Rebuilt")
+        run_ranks(LAYOUTS[layout][0], fit_twice, layout, "Rebuilt")
 
 
 # -- parameters that some batches do not use -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["trainer", "fabric"])
-@family
+@ddp_and_fsdp
 def test_parameters_unused_on_some_ranks(layout: str, host: str) -> None:
     trained("Branching", layout, host=host, accumulate=2 if host == "trainer" else 1)
 
@@ -173,7 +163,7 @@ def swap(block: int, rank: int) -> bool:
 def skip_blocks(layout: str, skip: Callable[[int, int], bool], from_step: int) -> None:
     run, rank = Run(steps=6), dist.get_rank()
     torch.manual_seed(3)
-    ranks, spec = FAMILY[layout]
+    ranks, spec = LAYOUTS[layout]
     trainer = make_trainer(ranks, build_strategy(spec, "trainer"), max_steps=6, precision="64-true")
     trainer.fit(Skipping(from_step, skip), loader(run.batches(rank, ranks)))
 
@@ -272,7 +262,7 @@ def test_copying_a_sharded_module_says_what_to_do_instead() -> None:
 # -- parameters used past their modules ------------------------------------------------------------------------------
 
 
-@family
+@ddp_and_fsdp
 def test_a_penalty_on_whole_parameters(layout: str) -> None:
     """In ddp they always are; in ZeRO-1 and 2 from the forward on; in FSDP inside of their blocks, or gathered."""
     model = {"ddp": "Penalty", "zero1": "LatePenalty", "zero2": "LatePenalty"}.get(layout, "WholePenalty")
@@ -290,7 +280,7 @@ def test_a_penalty_on_shards_is_refused(layout: str) -> None:
 
 
 def lora_state(layout: str) -> tuple[set[str], set[str], set[str]]:
-    ranks, spec = FAMILY[layout]
+    ranks, spec = LAYOUTS[layout]
     run, rank = Run(model="unusual:LoRA", steps=1), dist.get_rank()
     module = run.build()
     trainer = make_trainer(ranks, build_strategy(spec, "trainer"), max_steps=1, precision="64-true")
@@ -300,9 +290,9 @@ def lora_state(layout: str) -> tuple[set[str], set[str], set[str]]:
     return state, {n for n, p in module.named_parameters() if p.requires_grad}, set(names.values())
 
 
-@family
+@ddp_and_fsdp
 def test_only_adapters_have_optimizer_state(layout: str) -> None:
-    state, trainable, everything = run_ranks(FAMILY[layout][0], lora_state, layout)[0]
+    state, trainable, everything = run_ranks(LAYOUTS[layout][0], lora_state, layout)[0]
     assert state == trainable == {n for n in everything if n.endswith((".a.weight", ".b.weight"))} != set()
 
 
@@ -351,9 +341,9 @@ def fit_from_init_module(run: Run, ranks: int, spec: tuple[str, dict[str, Any]] 
     return recorder.record
 
 
-@family
+@ddp_and_fsdp
 def test_built_on_the_meta_device(layout: str) -> None:
-    ranks, spec = FAMILY[layout]
+    ranks, spec = LAYOUTS[layout]
     run = Run(steps=2)
     alone = run_ranks(1, fit_from_init_module, run, ranks, None)[0]
     compare(run_ranks(ranks, fit_from_init_module, run, ranks, spec), alone, 1e-9, 1e-9)

@@ -16,16 +16,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, Timer, TQDMProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from probe import FAMILY, TWO, Probe, numbers, part, same, trainer, weights
+from probe import TWO, Probe, every_layout, numbers, part, same, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.strategies import FSDP2Strategy
 from lightning_par.testing import RanksFailed, run_ranks
-
-every_layout = pytest.mark.parametrize(
-    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
-)
-
 
 # -- the same training as in one process ----------------------------------------------------------------------------
 
