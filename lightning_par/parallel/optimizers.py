@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,6 +125,9 @@ def step_on_shards(enabled: bool = True) -> Iterator[Callable[[Callable[[], T]],
     if not enabled:
         yield lambda closure: closure
         return
+    # Here: it brings context parallelism along, 20 ms that `import lightning_par` need not take.
+    from torch.distributed.tensor.experimental import implicit_replication
+
     mode = _ShardedOperations()
 
     def outside(closure: Callable[[], T]) -> Callable[[], T]:
