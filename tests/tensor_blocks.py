@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_par.parallel._compat import leaves, map_tensors
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor import BlockTensorPlan, plan_block
-from lightning_par.parallel.tensor._compat import leaves, map_tensors
 from lightning_par.parallel.tensor.verify import InDouble
 from models import Block as NanoBlock
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_par.errors import Problem
 from lightning_par.parallel import _compat
-from lightning_par.parallel.shards import local_shard, to_local, without_partials
+from lightning_par.parallel.shards import sharded_like, to_local, without_partials
 
 T = TypeVar("T")
 
@@ -178,10 +178,7 @@ def _like(key: str, value: Any, old: Tensor, new: Tensor) -> Any:
     value = value.to(new.device)
     if not isinstance(new, DTensor) or isinstance(value, DTensor) or value.shape != old.shape:
         return value
-    shard = local_shard(value, new)
-    return DTensor.from_local(
-        shard, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
-    )
+    return sharded_like(value, new)
 
 
 def _laid_out_as(target: Any, operand: Any) -> Any:

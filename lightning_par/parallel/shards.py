@@ -53,6 +53,14 @@ def local_shard(full: Tensor, like: DTensor) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
+def sharded_like(full: Tensor, like: DTensor) -> DTensor:
+    """Make a DTensor of a full value, cut as `like` is; no communication, see `local_shard`."""
+    shard = local_shard(full, like)
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 @torch.no_grad()
 def copy_full_into(target: Tensor, full: Tensor) -> None:
     """Write a full value into a parameter or buffer, whatever its layout; no communication."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 try:
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
@@ -24,23 +24,11 @@ except ImportError:  # torch < 2.10
 __all__ = [
     "CAN_SIMULATE",
     "DispatchMode",
-    "leaves",
     "map_first_tensor",
-    "map_tensors",
     "on_each_rank",
     "rank_values",
     "simulated_mesh",
 ]
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Return what containers hold (`torch.utils._pytree`, torch >= 2.2)."""
-    return tree_leaves(tree)
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Replace each tensor in containers (`torch.utils._pytree`, torch >= 2.2)."""
-    return tree_map_only(Tensor, function, tree)
 
 
 def map_first_tensor(function: Callable[[Tensor], Any], args: Any, kwargs: Any) -> Any:

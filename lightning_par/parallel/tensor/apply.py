@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_par.parallel.carried import carry_over
-from lightning_par.parallel.shards import full_tensor, local_shard
+from lightning_par.parallel.shards import full_tensor, sharded_like
 from lightning_par.parallel.tensor._compat import map_first_tensor
 from lightning_par.parallel.tensor.plan import BlockTensorPlan, ModulePlan
 
@@ -169,16 +169,7 @@ def _keep_order_in_checkpoints(linear: nn.Module, plan: ModulePlan, tp_size: int
     def reorder(value: Tensor, indices: Tensor) -> Tensor:
         full = full_tensor(value)
         full = full.index_select(feature_dim(plan, full), indices.to(full.device))
-        if not isinstance(value, DTensor):
-            return full
-        return DTensor.from_local(
-            local_shard(full, value),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        return sharded_like(full, value) if isinstance(value, DTensor) else full
 
     def reorder_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, indices: Tensor) -> None:
         for name in module._parameters:

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_par.parallel.tensor._compat import DispatchMode, leaves
+from lightning_par.parallel._compat import leaves
+from lightning_par.parallel.tensor._compat import DispatchMode
 
 Role = Literal["column", "row", "conflict"]
 # Operators that mix the features of their input, and where their arguments say over which dimensions.

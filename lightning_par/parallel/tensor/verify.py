@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.parallel._compat import leaves, map_tensors
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor._compat import (
     CAN_SIMULATE,
-    leaves,
-    map_tensors,
     on_each_rank,
     rank_values,
     simulated_mesh,
