@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import _compat
+from lightning_par.parallel.shards import class_name
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
@@ -70,10 +71,9 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:
-    name = next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     raise ParallelConfigError(
         Problem(
-            f"{name} is sharded, and a copy of it would lack what gathers its parameters",
+            f"{class_name(module)} is sharded, and a copy of it would lack what gathers its parameters",
             "copy the module in __init__ or configure_model, as a submodule, so that the copy is sharded too; or copy "
             "its parameters: {name: p.detach().clone() for name, p in module.named_parameters()}",
         )
