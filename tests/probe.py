@@ -19,19 +19,20 @@ from parity import LAYOUTS, build_strategy, make_trainer
 
 FAMILY = ["par_ddp", "par_zero1", "par_zero2", "par_fsdp", "par_hsdp"]
 TWO = ["par_ddp", "par_fsdp"]
-every_layout = pytest.mark.parametrize(
-    "strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY if name not in TWO)]
-)
 GLOBAL_BATCH = 4
+
+
+def long_run(*values: Any) -> Any:
+    """Values of `parametrize` that run with `-m slow` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def layouts(*quick: str) -> Any:
     """Run a test in each layout of `parity.LAYOUTS`, in those that are not named in the long run only."""
-    return pytest.mark.parametrize(
-        "layout", [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in LAYOUTS]
-    )
+    return pytest.mark.parametrize("layout", [name if name in quick else long_run(name) for name in LAYOUTS])
 
 
+every_layout = pytest.mark.parametrize("strategy", [*TWO, *(long_run(name) for name in FAMILY if name not in TWO)])
 each_layout = layouts("ddp", "zero1", "zero2", "fsdp")
 ddp_and_fsdp = layouts("ddp", "fsdp")
 

@@ -18,6 +18,7 @@ from lightning_par import ParallelLayout, parallelize
 from lightning_par.testing import run_ranks
 
 
+@pytest.mark.slow
 def test_a_quick_run_fills_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table.md"
     main(["run", "data", "--quick", "--steps", "1", "--out", str(out)])
@@ -41,6 +42,7 @@ def rounds_within(seconds: float) -> int:
     return len(interleave({"a": counting(9)}, 5, 1, seconds)["a"].wall)
 
 
+@pytest.mark.slow
 def test_no_round_begins_after_the_time_is_up() -> None:
     assert run_ranks(2, rounds_within, -1.0) == [1, 1]
     assert run_ranks(2, rounds_within, 60.0) == [5, 5]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from probe import long_run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,8 +52,8 @@ from lightning_par.testing import run_ranks
     ("saved_as", "loaded_as"),
     [
         (("fsdp", 2), ("fsdp", 4)),
-        (("fsdp", 4), ("fsdp", 2)),
-        (("hsdp", 4), ("fsdp", 2)),
+        long_run(("fsdp", 4), ("fsdp", 2)),
+        long_run(("hsdp", 4), ("fsdp", 2)),
         (("fsdp", 2), ("hsdp", 4)),
         (("plain", 2), ("fsdp", 2)),
         (("fsdp", 2), ("plain", 2)),

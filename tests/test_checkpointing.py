@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from probe import long_run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -95,7 +96,7 @@ def resume(path: str, spec: str, state_dict_type: str, dropout: float = 0.0) -> 
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("state_dict_type", "dropout"), [(SHARDED, 0.1), (FULL, 0.0)])
+@pytest.mark.parametrize(("state_dict_type", "dropout"), [(SHARDED, 0.1), long_run(FULL, 0.0)])
 def test_resuming_goes_on_bit_for_bit(tmp_path: Path, spec: str, state_dict_type: str, dropout: float) -> None:
     """With dropout where it is sharded: the directory holds the random state of each rank."""
     whole = run_ranks(2, save_each_epoch, str(tmp_path), spec, state_dict_type, dropout)
@@ -106,7 +107,7 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, spec: str, state_dict_type
 
 
 @pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
-@pytest.mark.parametrize(("there", "here"), [("fsdp", "ddp"), ("ddp", "zero1")])
+@pytest.mark.parametrize(("there", "here"), [("fsdp", "ddp"), long_run("ddp", "zero1")])
 def test_another_strategy_goes_on(tmp_path: Path, there: str, here: str, state_dict_type: str) -> None:
     whole = run_ranks(2, save_each_epoch, str(tmp_path), there, state_dict_type)[0]
     other = FULL if state_dict_type == SHARDED else SHARDED
@@ -126,7 +127,7 @@ def keep_one(folder: str, state_dict_type: str, save_last: Any) -> tuple[str, st
     return saver.best_model_path, saver.last_model_path
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", [long_run(True), "link"])
 @pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
 def test_old_checkpoints_and_links_are_removed(tmp_path: Path, state_dict_type: str, save_last: Any) -> None:
     kind = "directory" if state_dict_type == SHARDED else "file"
@@ -172,7 +173,7 @@ def validate(path: str | None, spec: str) -> float:
     return float(trainer.validate(Scheduled(), data(), ckpt_path=path, verbose=False)[0]["val_loss"])
 
 
-@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
+@pytest.mark.parametrize("state_dict_type", [SHARDED, long_run(FULL)])
 def test_validation_from_a_checkpoint(tmp_path: Path, state_dict_type: str) -> None:
     run_ranks(2, save_each_epoch, str(tmp_path), "fsdp", state_dict_type)
     path = str(tmp_path / "epoch=2.ckpt")
@@ -253,7 +254,7 @@ def load_a_class(path: str, run: str, weights_only: bool | None, works: bool) ->
         getattr(trainer, run)(WithRecipe(Recipe()), data(), ckpt_path=path, weights_only=weights_only, **options)
 
 
-@pytest.mark.parametrize("run", ["fit", "validate"])
+@pytest.mark.parametrize("run", ["fit", long_run("validate")])
 @pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
 def test_10_weights_only_reaches_the_file(tmp_path: Path, state_dict_type: str, run: str) -> None:
     path = str(tmp_path / "checkpoint")
@@ -315,7 +316,7 @@ def fabric_resume(path: str, spec: str, state_dict_type: str) -> tuple[dict[str,
     return weights(module), rest
 
 
-@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
+@pytest.mark.parametrize("state_dict_type", [SHARDED, long_run(FULL)])
 @pytest.mark.parametrize("spec", SPECS)
 def test_fabric_goes_on_bit_for_bit(tmp_path: Path, spec: str, state_dict_type: str) -> None:
     path = str(tmp_path / "checkpoint")

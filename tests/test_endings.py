@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from probe import long_run
 from torch import Tensor
 
 import lightning_par
@@ -85,7 +86,7 @@ KINDS = ["OnExceptionCheckpoint", "ModelCheckpoint"]
     [
         ("OnExceptionCheckpoint", "training", {}),
         pytest.param("ModelCheckpoint", "validation", {"state_dict_type": "full"}, marks=pytest.mark.slow),
-        ("ModelCheckpoint", "training", {"replicate": True}),
+        long_run("ModelCheckpoint", "training", {"replicate": True}),
     ],
     ids=str,
 )
@@ -120,8 +121,8 @@ def ended_together(kind: str, folder: str, where: str, options: dict[str, Any]) 
     return f"{name}: {text}", seen
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dict_type": "full"}, {"replicate": True}], ids=str)
-@pytest.mark.parametrize("where", ["training", "validation"])
+@pytest.mark.parametrize("options", [{}, long_run({"state_dict_type": "full"}), {"replicate": True}], ids=str)
+@pytest.mark.parametrize("where", ["training", long_run("validation")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_17_ranks_that_fail_together_save_the_checkpoint(
     tmp_path: Path, kind: str, where: str, options: dict[str, Any]

@@ -185,6 +185,7 @@ def test_other_steps_are_left_alone(capsys: pytest.CaptureFixture[str], monkeypa
     assert "\nrank " not in out, "a single rank needs no lines by rank"
 
 
+@pytest.mark.slow
 def test_manual_optimisation_with_two_steps_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = MemoryMonitor(4)
     module = Plain(manual=True)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from probe import long_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -22,7 +23,7 @@ DDP = ("DataParallelStrategy", {})
 
 
 @pytest.mark.parametrize("spec", [FSDP, DDP], ids=["fsdp", "ddp"])
-@pytest.mark.parametrize("model", ["nanogpt", "llama", "sensitive", "convnet"])
+@pytest.mark.parametrize("model", ["nanogpt", long_run("llama"), "sensitive", long_run("convnet")])
 def test_loss_curve_follows_lightnings_plugin(model: str, spec: Any) -> None:
     run = Run(model=model, precision="bf16-mixed", steps=12, clip=1.0)
     records = run_ranks(2, train, run, 2, spec)

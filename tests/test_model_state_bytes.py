@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from probe import long_run
 
 from lightning_par.parallel.accounting import PHASES, Phase, model_state
 from lightning_par.parallel.memory import live_tensor_bytes, model_state_bytes
@@ -74,7 +75,7 @@ def count(ranks: int, spec: tuple[str, dict[str, Any]], accumulate: int, precisi
     return numel, numel - blocks + (norms if precision == "bf16-mixed" else 0), counter.seen
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [long_run(1), 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
 def test_bytes_follow_the_formula(stage: str, accumulate: int, precision: str) -> None:

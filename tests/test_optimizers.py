@@ -11,7 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from probe import Probe, batches, ddp_and_fsdp, each_layout, launched, layouts, same, strategy_of, trainer, weights
+from probe import (
+    Probe,
+    batches,
+    ddp_and_fsdp,
+    each_layout,
+    launched,
+    layouts,
+    long_run,
+    same,
+    strategy_of,
+    trainer,
+    weights,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
@@ -210,7 +222,7 @@ def assert_resumed_as_never_stopped(names: Iterable[str], layout: str, folder: P
     assert not [(name, r) for r, mine in enumerate(found) for name in names if not same(mine[name], expected[name])]
 
 
-@each_layout
+@ddp_and_fsdp
 def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped(TYPICAL, layout, tmp_path)
 
@@ -426,7 +438,7 @@ def accumulate_in_one_process() -> dict[str, tuple[int, dict[str, Tensor]]]:
 
 
 @each_layout
-@pytest.mark.parametrize("sync", ["auto", True, False])
+@pytest.mark.parametrize("sync", ["auto", long_run(True), long_run(False)])
 def test_accumulation_with_a_short_last_window(layout: str, sync: Any) -> None:
     for found in run_ranks(LAYOUTS[layout][0], accumulate, layout, sync_every_batch=sync):
         for name, (steps, expected) in accumulate_in_one_process().items():

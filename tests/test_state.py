@@ -22,7 +22,19 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from probe import GLOBAL_BATCH, Probe, batches, ddp_and_fsdp, each_layout, part, same, strategy_of, trainer, weights
+from probe import (
+    GLOBAL_BATCH,
+    Probe,
+    batches,
+    ddp_and_fsdp,
+    each_layout,
+    long_run,
+    part,
+    same,
+    strategy_of,
+    trainer,
+    weights,
+)
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import copy_full_into, full_tensor
@@ -107,7 +119,7 @@ def own_averages_in_one_process(accumulate: int) -> State:
 
 
 @each_layout
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [long_run(1), 2])
 def test_own_averages_follow_as_in_one_process(layout: str, accumulate: int, tmp_path: Path) -> None:
     expected = own_averages_in_one_process(accumulate)
     for found in run_ranks(
@@ -193,7 +205,7 @@ def normalise(layout: str, **options: Any) -> tuple[State, State, float]:
 
 
 @each_layout
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [long_run(1), 2])
 def test_sync_batchnorm_normalises_by_the_whole_batch(layout: str, accumulate: int) -> None:
     [expected] = run_ranks(1, normalise, "one", accumulate_grad_batches=accumulate)
     for found in run_ranks(LAYOUTS[layout][0], normalise, layout, accumulate_grad_batches=accumulate):
@@ -252,7 +264,7 @@ def found_in_one_process(how: str) -> Any:
 
 
 @ddp_and_fsdp
-@pytest.mark.parametrize("how", ["callback", "tuner"])
+@pytest.mark.parametrize("how", ["callback", long_run("tuner")])
 def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
     tried, chosen, expected, steps = found_in_one_process(how)
     for found in run_ranks(LAYOUTS[layout][0], find_rate, layout, str(tmp_path), how):
@@ -388,7 +400,7 @@ def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tm
 
 @ddp_and_fsdp
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "sharded") for name in AVERAGES), ("EMA", "full"), ("SWA", "full")]
+    ("name", "kind"), [*((name, "sharded") for name in AVERAGES), long_run("EMA", "full"), ("SWA", "full")]
 )
 def test_averages_of_callbacks(layout: str, name: str, kind: str, tmp_path: Path) -> None:
     if name == "SWA" and layout != "ddp":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from probe import ddp_and_fsdp
+from probe import ddp_and_fsdp, layouts
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -47,7 +47,7 @@ def trained(model: str, layout: str, **options: Any) -> None:
         "Listed",
     ],
 )
-@ddp_and_fsdp
+@layouts("fsdp")
 def test_structure(model: str, layout: str) -> None:
     trained(model, layout, steps=2)
 

@@ -280,8 +280,7 @@ LIMITED = [
     (lambda: Attention(kv_heads=1), 2, "gggg", "k makes 1 heads of 8 features, which tp_size=2 does not divide"),
     (lambda: Attention(kv_heads=2), 4, "gggg", "a tp_size of 1 or 2, or"),
     (lambda: Attention(full_norm=True), 2, "gggg", "mean over 32 features of q, which no rank has all of"),
-    (lambda: Feed(inner=63), 2, "--", "up has 63 output features, which tp_size=2 does not divide"),
-    (lambda: Feed(out=31), 2, "--", "down has 31 output features, which tp_size=2 does not divide"),
+    (lambda: Feed(inner=63), 2, "--", "up has 63 inner features, which tp_size=2 does not divide"),
     (Convolved, 2, "gg", "no way to compute with slices gives the same numbers (closest:"),
     (weight_normed, 2, "--", "the weight of up is computed from other parameters"),
     (frozen_in_int8, 2, "--", "up is quantised: its weight is torch.int8"),
@@ -307,6 +306,25 @@ def test_limits(build: Callable[[], nn.Module], tp_size: int, styles: str, text:
     with pytest.raises(ParallelConfigError) as caught:
         plan_block(block, args, tp_size=tp_size, styles={pattern: "shard"})
     assert text in str(caught.value)
+
+
+def test_sizes_that_do_not_fit_are_told_with_those_that_would() -> None:
+    args = (torch.randn(2, TOKENS, WIDTH),)
+    [problem] = plan_block(Feed(inner=63), args).misfits
+    assert problem.what == "up has 63 inner features, which tp_size=2 does not divide"
+    assert problem.python == 'a tp_size of 1, 3, 7, 9, 21 or 63, or tp_plan={"*up": "replicate"}'
+    keys, values = plan_block(Attention(kv_heads=2), args, tp_size=4).misfits
+    assert keys.what == "k makes 2 heads of 8 features, which tp_size=4 does not divide"
+    assert keys.python == 'a tp_size of 1 or 2, or tp_plan={"*k": "gather"}'
+    assert values.what.startswith("v makes 2 heads")
+    assert not plan_block(Feed(inner=63), args, styles={"*": "replicate"}).misfits
+
+
+def test_a_row_may_have_any_number_of_outputs() -> None:
+    block, args = Feed(out=31), (torch.randn(2, TOKENS, WIDTH),)
+    assert linear_styles(plan_block(block, args), block) == "cr"
+    with pytest.raises(ParallelConfigError, match="down has 31 output features, which tp_size=2 does not divide"):
+        plan_block(block, args, styles={"down": "gather"})
 
 
 class OnlyFloat32(Feed):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, Timer, TQDMProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from probe import TWO, Probe, every_layout, numbers, part, same, trainer, weights
+from probe import TWO, Probe, every_layout, long_run, numbers, part, same, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.strategies import FSDP2Strategy
@@ -65,7 +65,7 @@ def in_one_process() -> dict[str, dict[str, Any]]:
     return run_ranks(1, train, list(TRAININGS), "auto")[0]
 
 
-@every_layout
+@pytest.mark.parametrize("strategy", [*map(long_run, ("par_ddp", "par_zero1", "par_zero2", "par_hsdp")), "par_fsdp"])
 def test_limits_intervals_and_clipping_are_those_of_one_process(strategy: str) -> None:
     first, second = run_ranks(2, train, list(TRAININGS), strategy)
     for name, alone in in_one_process().items():

@@ -45,12 +45,12 @@ from lightning_par.checkpoint.state import (
     optimizer_names,
     refuse_dtensors,
     restore_optimizer,
-    set_random_state,
     state_problems,
     tensor_problem,
 )
-from lightning_par.checkpoint.state import random_state as current_random_state
 from lightning_par.errors import Problem
+from lightning_par.parallel.random import random_state as current_random_state
+from lightning_par.parallel.random import set_random_state
 
 _log = logging.getLogger(__name__)
 

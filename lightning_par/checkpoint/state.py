@@ -6,11 +6,9 @@ Names are those of the module before it was parallelised, so that a state does n
 from __future__ import annotations
 
 import difflib
-import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -285,33 +283,6 @@ def tensor_problem(name: str, target: Any, shape: Sequence[int]) -> Problem | No
     if target.shape != tuple(shape):
         return Problem(f"{name} has the shape {tuple(shape)} in the checkpoint and {tuple(target.shape)} here")
     return None
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of this process's default generators, made of plain types and tensors."""
-    numpy_state: Any = np.random.get_state()
-    name, keys, *rest = numpy_state
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        assert device is not None
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore what `random_state` returned; the state of an accelerator that is not here is left out."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
 
 
 def refuse_dtensors(value: Any, where: str) -> None:

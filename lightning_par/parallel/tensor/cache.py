@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.errors import Problem
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def load(key: str) -> BlockTensorPlan | None:
         modules = tuple(ModulePlan(**{**entry, "parts": tuple(entry["parts"])}) for entry in data["modules"])
         patches = tuple(AttributePatch(**entry) for entry in data["patches"])
         partial = tuple(data["partial_gradients"])
-        return BlockTensorPlan(data["tp_size"], modules, patches, partial, data["verified"])
+        misfits = tuple(Problem(**entry) for entry in data["misfits"])
+        return BlockTensorPlan(data["tp_size"], modules, patches, partial, data["verified"], misfits)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -20,18 +20,34 @@ class Limits(NamedTuple):
     """Problems of a group.
 
     Attributes:
-        everywhere: They rule out any division.
-        compute: They only rule out that each rank computes with its own slice; "gather" is left.
+        structure: They rule out any division.
+        sizes: Numbers that `tp_size` does not divide, so that no rank can compute with its own slice.
+        reductions: What mixes features, so that no rank can compute with its own slice.
+        outputs: Numbers that `tp_size` does not divide, so that nothing can be gathered.
     """
 
-    everywhere: tuple[Problem, ...]
-    compute: tuple[Problem, ...]
+    structure: tuple[Problem, ...]
+    sizes: tuple[Problem, ...]
+    reductions: tuple[Problem, ...]
+    outputs: tuple[Problem, ...]
+
+    @property
+    def compute(self) -> tuple[Problem, ...]:
+        """What rules out that each rank computes with its own slice; "gather" may be left."""
+        return self.sizes + self.reductions
 
 
 def limits_of(group: LinearGroup, graph: LinearGraph, block: nn.Module, tp_size: int) -> Limits:
     """List what rules out dividing a group over `tp_size` ranks."""
-    everywhere = [*_structure(group, graph), *_parameters(group, graph, block), *_outputs(group, graph, tp_size)]
-    return Limits(tuple(everywhere), tuple(_slices(group, graph, tp_size)))
+    outputs = tuple(_outputs(group, graph, tp_size))
+    return Limits(
+        structure=(*_structure(group, graph), *_parameters(group, graph, block)),
+        sizes=tuple(_sizes_of_slices(group, graph, tp_size, "replicate" if outputs else "gather")),
+        reductions=tuple(
+            Problem(f"{text}, which no rank has all of", _instead(group.columns[0])) for text in group.reductions
+        ),
+        outputs=outputs,
+    )
 
 
 def uncalled_reason(name: str, block: nn.Module) -> str:
@@ -82,7 +98,7 @@ def _outputs(group: LinearGroup, graph: LinearGraph, tp_size: int) -> Iterator[P
             yield Problem(f"{name} has {size} output features, which tp_size={tp_size} does not divide", _sizes(size))
 
 
-def _slices(group: LinearGroup, graph: LinearGraph, tp_size: int) -> Iterator[Problem]:
+def _sizes_of_slices(group: LinearGroup, graph: LinearGraph, tp_size: int, instead: str) -> Iterator[Problem]:
     nodes = [graph.linears[name] for name in group.names]
     heads = [(node.name, view) for node in nodes for view in node.heads if node.role == "column"]
     common = math.gcd(*(view.heads for _, view in heads)) if heads else 0
@@ -90,15 +106,19 @@ def _slices(group: LinearGroup, graph: LinearGraph, tp_size: int) -> Iterator[Pr
         if view.heads % tp_size:
             yield Problem(
                 f"{name} makes {view.heads} heads of {view.size} features, which tp_size={tp_size} does not divide",
-                f'{_sizes(common)}, or styles={{"{name}": "gather"}}',
+                f"{_sizes(common)}, or {_instead(name, instead)}",
             )
-    divided = [(node.name, part) for node in nodes if node.role == "column" for part in node.parts]
-    divided += [(node.name, node.in_features) for node in nodes if node.role == "row"]
-    for name, part in divided:
+    columns = [(node.name, part) for node in nodes if node.role == "column" for part in node.parts]
+    rows = [(node.name, node.in_features) for node in nodes if node.role == "row"]
+    # A row takes what the columns make, so their misfits are one.
+    for name, part in columns if any(part % tp_size for _, part in columns) else rows:
         if part % tp_size:
-            yield Problem(f"{name} has {part} inner features, which tp_size={tp_size} does not divide", _sizes(part))
-    for text in group.reductions:
-        yield Problem(f"{text}, which no rank has all of", f'styles={{"{group.columns[0]}": "gather"}}')
+            what = f"{name} has {part} inner features, which tp_size={tp_size} does not divide"
+            yield Problem(what, f"{_sizes(part)}, or {_instead(name, instead)}")
+
+
+def _instead(name: str, style: str = "gather") -> str:
+    return f'tp_plan={{"*{name}": "{style}"}}'
 
 
 def _sizes(width: int) -> str:

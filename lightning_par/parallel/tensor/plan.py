@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_par.errors import Problem
+
 Style = Literal["column", "row", "fused column", "gather", "replicate"]
 
 
@@ -58,6 +60,8 @@ class BlockTensorPlan:
         patches: Attributes to change.
         partial_gradients: Replicated parameters of which each rank has only a part of the gradient.
         verified: How it was compared with the undivided block, and with which error.
+        misfits: Sizes that `tp_size` does not divide, so that what nobody asked to be otherwise is not computed with
+            slices; each with the sizes that would do.
     """
 
     tp_size: int
@@ -65,6 +69,7 @@ class BlockTensorPlan:
     patches: tuple[AttributePatch, ...] = ()
     partial_gradients: tuple[str, ...] = ()
     verified: str = ""
+    misfits: tuple[Problem, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
         return next(module for module in self.modules if module.name == name)

@@ -116,7 +116,7 @@ def _find_plan(
         reason = uncalled_reason(name, block)
         plan = _with_reason(plan, (name,), reason)
         if _wish((name,), styles) in ("shard", "gather"):
-            problems.add(f"{name} cannot be divided: {reason}", f'styles={{"{name}": "replicate"}}')
+            problems.add(f"{name} cannot be divided: {reason}", f'tp_plan={{"*{name}": "replicate"}}')
     verdict: Verdict | None = None
     for number, group in enumerate(graph.groups):
         wish = _wish(group.names, styles)
@@ -150,11 +150,12 @@ def _divide(
     """Add a group to a verified plan, in the best way that verifies."""
     if wish == "replicate":
         return _Outcome(_with_reason(plan, group.names, "as styles say"), None)
-    if limits.everywhere:
-        return _Outcome(
-            _with_reason(plan, group.names, limits.everywhere[0].what), None, limits.everywhere if wish else ()
-        )
+    if limits.structure:
+        reason = limits.structure[0].what
+        return _Outcome(_with_reason(plan, group.names, reason), None, limits.structure if wish else ())
     why = [problem.what for problem in limits.compute]
+    if wish is None and not limits.reductions:
+        plan = replace(plan, misfits=plan.misfits + limits.sizes)
     if not why and wish != "gather":
         closest = Verdict(math.inf, "")
         for proposal in _proposals(trial, plan, graph, group, number):
@@ -165,9 +166,12 @@ def _divide(
         why = [f"no way to compute with slices gives the same numbers (closest: {_describe(closest)})"]
     if wish == "shard":
         first = group.names[0]
-        problem = Problem(f"{first}: {why[0]}", f'styles={{"{first}": "gather"}}')
+        problem = Problem(f"{first}: {why[0]}", f'tp_plan={{"*{first}": "gather"}}')
         return _Outcome(plan, None, limits.compute or (problem,))
     reason = why[0] if why else "as styles say"
+    if limits.outputs:
+        reason = why[0] if why else limits.outputs[0].what
+        return _Outcome(_with_reason(plan, group.names, reason), None, limits.outputs if wish else ())
     proposal = _gathered(plan, graph, group, number, reason)
     verdict = verify(trial, proposal, mesh)
     if verdict.accepted:
