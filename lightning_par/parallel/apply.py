@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_par.blocks import BlockPlan, find_blocks
 from lightning_par.errors import Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, _compat_fsdp, capabilities, data, gradients, optimizers
+from lightning_par.parallel import _compat, _compat_fsdp, capabilities, data, gradients, optimizers, tensor
 from lightning_par.parallel.carried import hook_problems
 from lightning_par.parallel.materialize import capture_init
 from lightning_par.parallel.memory import (
@@ -47,6 +47,7 @@ from lightning_par.parallel.memory import (
 )
 from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
 from lightning_par.parallel.shards import class_name, parameter_names
+from lightning_par.parallel.tensor import ModelTensorPlan, TensorPlanOption
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,11 @@ class ParallelOptions:
         compile: Compile each block; a string names the backend.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         sync_every_batch: Reduce gradients in each accumulation step; "auto": for ZeRO-2, ZeRO-3 and HSDP.
+        tp_plan: How Linears are divided over the tp ranks: "auto", or styles by globs of names, or a function of the
+            model that returns such (see `tensor.STYLES`). What no glob names is found out.
+        loss_parallel: "auto" leaves logits divided over the vocabulary where the loss can be computed so; False gathers
+            them.
+        verify: "auto" trusts a tensor-parallel plan that was verified before with the same code; "always" does it anew.
     """
 
     zero_stage: int = 3
@@ -81,6 +87,9 @@ class ParallelOptions:
     compile: bool | str = False
     cpu_offload: bool = False
     sync_every_batch: bool | Literal["auto"] = "auto"
+    tp_plan: TensorPlanOption = "auto"
+    loss_parallel: Literal["auto", False] = "auto"
+    verify: Literal["auto", "always"] = "auto"
 
     def features(self, layout: ParallelLayout, policy: PrecisionPolicy) -> set[str]:
         """Name what is used, in the words of `capabilities.FEATURES`."""
@@ -110,6 +119,14 @@ class ParallelOptions:
             problems.add(
                 f"sync_every_batch is {self.sync_every_batch!r}; it is True, False or 'auto'", "sync_every_batch='auto'"
             )
+        if self.loss_parallel not in ("auto", False):
+            problems.add(
+                f"loss_parallel is {self.loss_parallel!r}; it is 'auto' or False", "loss_parallel='auto'"
+            )
+        if self.verify not in ("auto", "always"):
+            problems.add(f"verify is {self.verify!r}; it is 'auto' or 'always'", "verify='auto'")
+        if layout.tp_size == 1 and self.tp_plan != "auto":
+            problems.add("tp_plan says how to divide over tp ranks, and tp_size is 1", "tp_size=2")
         reshard = self.reshard_after_forward
         if self.zero_stage < 3 and reshard:
             problems.add(
@@ -139,6 +156,7 @@ class Parallelized:
         policy: Dtypes.
         data: The data-parallel side.
         checkpointed: Names of the blocks under activation checkpointing.
+        tensor_plan: What is divided over the tp ranks; None where they are one.
     """
 
     module: nn.Module
@@ -149,6 +167,7 @@ class Parallelized:
     options: ParallelOptions
     data: data.DataParallel
     checkpointed: list[str] = field(default_factory=list)
+    tensor_plan: ModelTensorPlan | None = None
     _names_before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     # Not weak: torch cannot convert a sharded parameter to another dtype that has weak references.
     _known: set[nn.Parameter] = field(default_factory=set)
@@ -189,6 +208,7 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     device: torch.device | None = None,
     forward_methods: Iterable[str] = (),
+    example_inputs: Any = None,
 ) -> Parallelized:
     """Apply a layout to a module, in place, in the order of this file. Needs an initialised default process group.
 
@@ -200,6 +220,9 @@ def parallelize(
         mesh: The layout's mesh, where the caller has built it already.
         device: Where parameters go; by default the mesh's device type (its current device).
         forward_methods: Methods of `module` beside `forward` that run it, such as `training_step`.
+        example_inputs: For tensor parallelism: arguments of the module's forward (a tuple, a mapping or one tensor), or
+            a `tensor.examples.Example`. Without them the module's `example_input_array`, the `dummy_inputs` of
+            Hugging Face models or a made-up input of a block is used.
 
     Returns:
         The handle with the switches of a training loop.
@@ -222,7 +245,7 @@ def parallelize(
     problems = Problems()
     problems.extend(hook_problems(module))
     problems.raise_if_any()
-    plan = plan_blocks(module, options, needed=not replicated)
+    plan = plan_blocks(module, options, layout)
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
     initial.synchronise(dist.group.WORLD)  # type: ignore[arg-type]
@@ -230,6 +253,16 @@ def parallelize(
     cast_floating(module, None if policy.storage is torch.float32 else policy.storage, policy.buffer)
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
+    tensor_plan = None
+    if layout.tp_size > 1:
+        tensor_plan = _plan_tensors(module, plan, layout, options, mesh, example_inputs)
+        tensor.shard_model(
+            module,
+            tensor_plan,
+            mesh.mesh("tp"),
+            loss_parallel=options.loss_parallel == "auto",
+            materialize=lambda names: initial.materialize(module, "cpu", only=names),
+        )
     blocks = [(name, module.get_submodule(name)) for name in plan.names]
     checkpointed = apply_activation_checkpointing(blocks, options.activation_checkpointing)
     if options.compile:
@@ -257,6 +290,7 @@ def parallelize(
         options,
         handle,
         checkpointed,
+        tensor_plan,
         names_before,
         set(module.parameters()),
         stop_watching,
@@ -302,23 +336,25 @@ def check(layout: ParallelLayout, options: ParallelOptions, policy: PrecisionPol
     problems.raise_if_any()
 
 
-def plan_blocks(module: nn.Module, options: ParallelOptions, *, needed: bool) -> BlockPlan:
+def plan_blocks(module: nn.Module, options: ParallelOptions, layout: ParallelLayout) -> BlockPlan:
     """Find the blocks; a model without any is refused where an option asks for them or it is large and sharded.
 
     Args:
         module: The model.
         options: Name the blocks, or use them.
-        needed: Whether parameters will be sharded.
+        layout: Says whether parameters will be sharded, and which axes work on blocks.
 
     Raises:
         ParallelConfigError: Naming the classes that were seen.
     """
     numel = sum(p.numel() for p in module.parameters())
+    needed = layout.dp_shard_size != 1
     using = {
         "activation_checkpointing": options.activation_checkpointing not in (None, False),
         "compile": bool(options.compile),
     }
-    wanted_for = " and ".join(f"{name}={getattr(options, name)!r}" for name, used in using.items() if used)
+    wanted = [f"{name}={getattr(options, name)!r}" for name, used in using.items() if used]
+    wanted_for = " and ".join(wanted + [f"tp_size={layout.tp_size}"] * (layout.tp_size != 1))
     required = options.blocks != "auto" or bool(wanted_for) or (needed and numel > ROOT_ONLY_LIMIT)
     plan = find_blocks(module, options.blocks, require=required, wanted_for=wanted_for)
     if needed and not plan.names:
@@ -327,6 +363,37 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, needed: bool) ->
             type(module).__name__,
             f"{numel:,}",
         )
+    return plan
+
+
+def _plan_tensors(
+    module: nn.Module,
+    blocks: BlockPlan,
+    layout: ParallelLayout,
+    options: ParallelOptions,
+    mesh: ParallelMesh,
+    example_inputs: Any,
+) -> ModelTensorPlan:
+    """Look at the model on every rank, as it may communicate; plan on one, and tell the others."""
+    seen = tensor.observe(module, blocks.names, tensor.examples_of(module, blocks.names, example_inputs))
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = tensor.plan_model(
+                module,
+                blocks.names,
+                layout.tp_size,
+                seen=seen,
+                tp_plan=options.tp_plan,
+                mesh=mesh.mesh("tp"),
+                use_cache=options.verify == "auto",
+            )
+        except Exception as error:  # raised on all ranks, else the others would wait
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    plan: ModelTensorPlan = box[0]
     return plan
 
 

@@ -36,7 +36,7 @@ FEATURES: dict[str, Capability] = {
     "zero2": WORKS,
     "zero3": WORKS,
     "hsdp": WORKS,
-    "tp": Capability("planned", "tensor parallelism has no implementation yet", "tp_size=1"),
+    "tp": WORKS,
     "cp": Capability("planned", "context parallelism has no implementation yet", "cp_size=1"),
     "pp": Capability("planned", "pipeline parallelism has no implementation yet", "pp_size=1"),
     "ep": Capability("planned", "expert parallelism has no implementation yet", "ep_size=1"),

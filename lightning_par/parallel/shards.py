@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,10 +57,25 @@ def local_shard(full: Tensor, like: DTensor) -> Tensor:
 
 def sharded_like(full: Tensor, like: DTensor) -> DTensor:
     """Make a DTensor of a full value, cut as `like` is; no communication, see `local_shard`."""
-    shard = local_shard(full, like)
+    return with_local(local_shard(full, like), like)
+
+
+@overload
+def with_local(local: Tensor, like: DTensor) -> DTensor: ...
+@overload
+def with_local(local: Tensor, like: Tensor) -> Tensor: ...
+def with_local(local: Tensor, like: Tensor) -> Tensor:
+    """Make a tensor laid out as `like` is, of which this rank's part is `local`; shares storage with it."""
+    if not isinstance(like, DTensor):
+        return local
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def is_cut_by_fsdp(param: Tensor) -> bool:
+    """Whether a parameter is an FSDP shard and not gathered; one that is divided over tp stays a DTensor when it is."""
+    return isinstance(param, DTensor) and param.device_mesh.mesh_dim_names != ("tp",)
 
 
 @torch.no_grad()

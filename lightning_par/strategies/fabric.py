@@ -28,6 +28,7 @@ from lightning_par.strategies.presets import (
     DataParallelDefaults,
     FSDP2Defaults,
     HSDPDefaults,
+    TensorParallelDefaults,
     ZeRODefaults,
 )
 from lightning_par.strategies.shared import MeshShell, make_way
@@ -343,3 +344,7 @@ class FSDP2Strategy(FSDP2Defaults, MeshStrategy):
 
 class HSDPStrategy(HSDPDefaults, MeshStrategy):
     __doc__ = HSDPDefaults.__doc__
+
+
+class TensorParallelStrategy(TensorParallelDefaults, MeshStrategy):
+    __doc__ = TensorParallelDefaults.__doc__

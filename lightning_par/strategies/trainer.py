@@ -33,6 +33,7 @@ from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
 from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
+from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way
 
@@ -156,7 +157,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)
                 synchronise_over(module, self.mesh.group("data"))
-        self._handles = [self._parallelize(module, FORWARD_METHODS)]
+        example = step_example(trainer, self.lightning_module) if self.mesh.layout.tp_size > 1 else None
+        self._handles = [self._parallelize(module, FORWARD_METHODS, example)]
+        if self.parallelized.tensor_plan is not None:
+            rank_zero_info(self.parallelized.tensor_plan.report())
         self.model = self.lightning_module
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
         _compat.set_device(self.lightning_module, self.root_device)
@@ -289,6 +293,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         stage = self.lightning_module.trainer.state.stage
         if stage is not None and stage.dataloader_prefix not in self._compared_batches:
             self._compared_batches.add(stage.dataloader_prefix)
+            loaders.refuse_different(batch, stage, self.mesh.group("model"))
             loaders.warn_if_same(batch, stage, self.mesh.group("data"))
 
     def _begin_evaluation(self) -> None:

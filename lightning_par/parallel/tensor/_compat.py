@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -24,6 +25,8 @@ except ImportError:  # torch < 2.10
 __all__ = [
     "CAN_SIMULATE",
     "DispatchMode",
+    "fake_tensors",
+    "has_no_values",
     "map_first_tensor",
     "on_each_rank",
     "rank_values",
@@ -85,3 +88,13 @@ def rank_values(tensor: Tensor) -> list[Tensor]:
     if CAN_SIMULATE and isinstance(tensor, LocalTensor):
         return list(tensor._local_tensors.values())
     return [tensor]
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Run what follows with shapes alone: nothing is computed, parameters are left as they are (torch >= 2.0)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device, or was made in `fake_tensors`."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

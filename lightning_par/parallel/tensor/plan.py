@@ -75,10 +75,14 @@ class BlockTensorPlan:
         return next(module for module in self.modules if module.name == name)
 
     @property
+    def divided_numel(self) -> int:
+        """Parameters of the block that are divided."""
+        return sum(module.numel for module in self.modules if module.style != "replicate")
+
+    @property
     def sharded_share(self) -> float:
         """The part of the block's parameters that is divided, 0 to 1."""
-        divided = sum(module.numel for module in self.modules if module.style != "replicate")
-        return divided / max(1, sum(module.numel for module in self.modules))
+        return self.divided_numel / max(1, sum(module.numel for module in self.modules))
 
     def report(self) -> str:
         """Describe the plan, one line a module."""

@@ -1,0 +1,257 @@
+"""The tensor-parallel plan of a whole model: one plan for all blocks that are alike, and its embedding and head."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.parallel.tensor.apply import shard_block
+from lightning_par.parallel.tensor.examples import Call, Seen, first_of_each_kind, guessed_call, kind_of, with_values
+from lightning_par.parallel.tensor.plan import BlockTensorPlan
+from lightning_par.parallel.tensor.propose import Wish, plan_block
+from lightning_par.parallel.tensor.trace import is_linear
+from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
+from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
+
+TensorStyles = Mapping[str, str]
+TensorPlanOption = Literal["auto"] | TensorStyles | Callable[[nn.Module], TensorStyles]
+
+# The words of Hugging Face's plans (`transformers.distributed.tensor_parallel`, 5.24) and what they wish for. None:
+# how such a module is treated follows from the Linears beside it, and is found out.
+STYLES: dict[str, Wish | None] = {
+    "shard": "shard",
+    "gather": "gather",
+    "replicate": "replicate",
+    "colwise": "shard",
+    "rowwise": "shard",
+    "local_colwise": "shard",
+    "local_rowwise": "shard",
+    "packed_colwise": "shard",
+    "packed_rowwise": "shard",
+    "local_packed_rowwise": "shard",
+    "embedding_rowwise": "shard",
+    "colwise_rep": "gather",
+    "colwise_gather_output": "gather",
+    "rowwise_rep": "gather",
+    "rowwise_split_input": "gather",
+    "replicated_with_grad_allreduce": None,
+    "sequence_parallel": None,
+}
+
+
+@dataclass(frozen=True)
+class ModelTensorPlan:
+    """How a model is divided over `tp_size` ranks; plain data that does not depend on the rank.
+
+    Attributes:
+        tp_size: Number of ranks.
+        families: Names of blocks that are alike, with their plan.
+        vocabulary: The plan of embedding and head.
+        total_numel: Parameters of the model.
+        source: Where the example came from with which the plan was proven.
+    """
+
+    tp_size: int
+    families: tuple[tuple[tuple[str, ...], BlockTensorPlan], ...]
+    vocabulary: VocabularyPlan
+    total_numel: int
+    source: str
+
+    @property
+    def divided_numel(self) -> int:
+        """Parameters that are divided over the ranks."""
+        in_blocks = sum(len(names) * plan.divided_numel for names, plan in self.families)
+        return in_blocks + self.vocabulary.divided_numel
+
+    def report(self) -> str:
+        """Describe what is divided, how that was verified, and why the rest is not."""
+        share = self.divided_numel / max(1, self.total_numel)
+        lines = [
+            f"tensor parallel over {self.tp_size} ranks: {share:.1%} of {self.total_numel:,} parameters are divided",
+            f"seen with {self.source}",
+        ]
+        for names, plan in self.families:
+            ends = names if len(names) < 3 else (names[0], "...", names[-1])
+            lines += [f"{' '.join(ends)} ({len(names)})", *(f"  {line}" for line in plan.report().splitlines())]
+        return "\n".join([*lines, *self.vocabulary.report().splitlines()])
+
+
+def plan_model(
+    module: nn.Module,
+    blocks: Sequence[str],
+    tp_size: int,
+    *,
+    seen: Seen | None = None,
+    tp_plan: TensorPlanOption = "auto",
+    mesh: DeviceMesh | None = None,
+    use_cache: bool = True,
+) -> ModelTensorPlan:
+    """Find and verify a plan; the model stays as it is. It may be on the meta device.
+
+    Args:
+        module: The whole model.
+        blocks: Names of its blocks.
+        tp_size: Number of ranks.
+        seen: What `observe` saw; without it, blocks that take one tensor are planned with a made-up one.
+        tp_plan: "auto", or styles by glob of module names, or a function of the model that returns such; `STYLES` lists
+            them. What no glob names is found out.
+        mesh: The tensor-parallel mesh; needed once a process group is initialised.
+        use_cache: Whether plans on disk are read and written.
+
+    Raises:
+        ParallelConfigError: Everything that cannot be divided and should be, each with what would work.
+    """
+    wishes = _wishes(module, tp_plan)
+    problems = Problems()
+    planned: list[tuple[tuple[str, ...], BlockTensorPlan]] = []
+    first = first_of_each_kind(module, blocks)
+    for names, own in _families(module, blocks, wishes):
+        block = _with_values(module.get_submodule(names[0]))
+        call = seen.calls[first[kind_of(module.get_submodule(names[0]))]] if seen else None
+        try:
+            args, kwargs = with_values(call) if call else guessed_call(block)
+            plan = plan_block(block, args, kwargs, tp_size, mesh=mesh, styles=own, use_cache=use_cache)
+        except ParallelConfigError as error:
+            problems.extend([_of(block, problem) for problem in error.problems])
+            continue
+        problems.extend([_of(block, problem) for problem in plan.misfits])
+        planned.append((names, plan))
+    outside = {name: wish for name, wish in wishes.items() if not any(_is_inside(name, block) for block in blocks)}
+    vocabulary = plan_vocabulary(module, blocks, tp_size, seen.watched if seen else None, wishes=outside)
+    total = sum(p.numel() for p in module.parameters())
+    result = ModelTensorPlan(
+        tp_size, tuple(planned), vocabulary, total, seen.source if seen else "a made-up input of each block"
+    )
+    if not problems and not result.divided_numel:
+        why = sorted({module.reason for _, plan in planned for module in plan.modules if module.reason})
+        problems.add(f"nothing of {type(module).__name__} can be divided over tp ranks: {'; '.join(why)}", "tp_size=1")
+    problems.raise_if_any()
+    return result
+
+
+def shard_model(
+    module: nn.Module,
+    plan: ModelTensorPlan,
+    mesh: DeviceMesh,
+    *,
+    loss_parallel: bool = True,
+    materialize: Callable[[Collection[str]], None] = lambda names: None,
+) -> None:
+    """Divide a model in place as its plan says; before FSDP, which composes with it.
+
+    Every rank must hold the same values; nothing is sent.
+
+    Args:
+        module: The model the plan is for.
+        plan: From `plan_model`.
+        mesh: One-dimensional, of `plan.tp_size` ranks.
+        loss_parallel: Leave the logits divided for the cross entropy; else they are gathered.
+        materialize: Called with the names of modules before they are divided, for those on the meta device.
+    """
+    for names, block_plan in plan.families:
+        for name in names:
+            materialize([name])
+            shard_block(module.get_submodule(name), block_plan, mesh)
+    materialize(plan.vocabulary.names)
+    divide_vocabulary(module, plan.vocabulary, mesh, loss_parallel=loss_parallel)
+
+
+def _wishes(module: nn.Module, tp_plan: TensorPlanOption) -> dict[str, Wish]:
+    """The wish for each Linear, embedding and other parameter owner that a pattern names, by full name."""
+    if tp_plan == "auto":
+        return {}
+    styles = tp_plan(module) if callable(tp_plan) else tp_plan
+    problems = Problems()
+    if not isinstance(styles, Mapping):
+        problems.add(
+            f"tp_plan is {tp_plan!r}; it is 'auto', a mapping of globs to styles, or a function that returns one",
+            "tp_plan='auto'",
+        )
+        problems.raise_if_any()
+    names = [name for name, _ in module.named_modules() if name]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    wishes: dict[str, Wish] = {}
+    for pattern, style in styles.items():
+        if style not in STYLES:
+            problems.add(
+                f"tp_plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}",
+                f'tp_plan={{"{pattern}": "shard"}}',
+            )
+            continue
+        found = [name for name in names if _matches(name, pattern)]
+        if not found and not any(_matches(name, pattern) for name in parameters):
+            near = _near(pattern, names)
+            problems.add(
+                f"tp_plan[{pattern!r}] matches no module of {type(module).__name__}",
+                f'tp_plan={{"{near}": "{style}"}}' if near else "tp_plan='auto'",
+            )
+        wish = STYLES[style]
+        named = [name for name in found if _is_plannable(module.get_submodule(name))]
+        if wish in ("shard", "gather") and not named:
+            problems.add(
+                f"tp_plan[{pattern!r}] wants {style!r}, and what it matches is no Linear and no embedding",
+                f'tp_plan={{"{pattern}": "replicate"}}',
+            )
+        if wish is not None:
+            wishes.update(dict.fromkeys(named, wish))
+    problems.raise_if_any()
+    return wishes
+
+
+def _is_plannable(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, nn.Embedding)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    # The plans of Hugging Face begin inside the base model.
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """The glob of existing names that is most like a pattern that matches nothing."""
+    globs = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names})
+    suffixes = {glob: ".".join(glob.split(".")[-1 - pattern.count(".") :]) for glob in globs}
+    near = difflib.get_close_matches(pattern, suffixes.values(), n=1, cutoff=0.4)
+    return next((f"*{suffix}" for suffix in suffixes.values() if suffix in near), "")
+
+
+def _families(
+    module: nn.Module, blocks: Sequence[str], wishes: Mapping[str, Wish]
+) -> Iterator[tuple[tuple[str, ...], dict[str, Wish]]]:
+    """Names of blocks that share a plan, with the wishes for their modules by name in the block."""
+    families: dict[Any, list[str]] = {}
+    for name in blocks:
+        own = {full[len(name) + 1 :]: wish for full, wish in wishes.items() if _is_inside(full, name)}
+        families.setdefault((kind_of(module.get_submodule(name)), tuple(sorted(own.items()))), []).append(name)
+    for (_, own), names in families.items():
+        yield tuple(names), dict(own)
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return name.startswith(f"{block}.")
+
+
+def _with_values(block: nn.Module) -> nn.Module:
+    """Return the block, or a copy with random values of one that is on the meta device: a plan holds for any."""
+    if not any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+        return block
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        [value], _ = with_values(Call((tensor.detach(),), {}), generator)
+        return value if tensor.is_meta else tensor
+
+    return copy.deepcopy(block)._apply(filled)
+
+
+def _of(block: nn.Module, problem: Problem) -> Problem:
+    return Problem(f"{type(block).__name__}: {problem.what}", problem.python, problem.yaml)
