@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -21,14 +23,41 @@ try:
 except ImportError:  # torch < 2.10
     CAN_SIMULATE = False
 
+T = TypeVar("T", bound=Tensor)
+
 __all__ = [
     "CAN_SIMULATE",
     "DispatchMode",
+    "TorchFunctionMode",
+    "function_name",
+    "like_tensor",
     "map_first_tensor",
     "on_each_rank",
     "rank_values",
     "simulated_mesh",
+    "without_subclasses",
 ]
+
+
+def function_name(function: Any) -> str:
+    """The name of what `__torch_function__` is called with, such as "torch.Tensor.argmax" (`resolve_name`, 1.7)."""
+    return str(resolve_name(function) or getattr(function, "__name__", function))
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """Let torch treat tensor subclasses as tensors (`torch._C.DisableTorchFunctionSubclass`, torch >= 2.0)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def like_tensor(cls: type[T], part: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> T:
+    """Make a tensor that has the dtype and device of another, a shape of its own and no memory.
+
+    Uses `Tensor._make_wrapper_subclass` (torch >= 1.11), as DTensor does.
+    """
+    made: T = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=strides, dtype=part.dtype, device=part.device, layout=part.layout
+    )
+    return made
 
 
 def map_first_tensor(function: Callable[[Tensor], Any], args: Any, kwargs: Any) -> Any:
