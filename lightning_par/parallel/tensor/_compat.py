@@ -40,8 +40,9 @@ __all__ = [
 
 
 def function_name(function: Any) -> str:
-    """The name of what `__torch_function__` is called with, such as "torch.Tensor.argmax" (`resolve_name`, 1.7)."""
-    return str(resolve_name(function) or getattr(function, "__name__", function))
+    """The name of what `__torch_function__` is called with, such as "Tensor.argmax" (`resolve_name`, torch >= 1.7)."""
+    name = str(resolve_name(function) or getattr(function, "__name__", function))
+    return name.replace("torch.Tensor.", "Tensor.").replace("torch.nn.functional.", "F.")
 
 
 def without_subclasses() -> AbstractContextManager[None]:

@@ -165,11 +165,10 @@ def _rewrap(result: Any, logits: DividedLogits) -> Any:
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
     """Gather all divided logits among the arguments, say so, and compute as torch does."""
-    name = function_name(func).removeprefix("torch.").replace("nn.functional.", "F.")
     if _writes(func, args, kwargs):
         _refuse_function(func, args, kwargs)
     division = next(leaf._division for leaf in leaves((args, kwargs)) if isinstance(leaf, DividedLogits))
-    division.report(f"loss parallel is off: the step reads the logits with {name}{why}")
+    division.report(f"loss parallel is off: the step reads the logits with {function_name(func)}{why}")
     args, kwargs = map_leaves(lambda leaf: whole(leaf) if isinstance(leaf, DividedLogits) else leaf, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -189,9 +188,8 @@ def _is_in_place(name: str) -> bool:
 
 
 def _refuse_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    name = function_name(func).removeprefix("torch.")
     raise RuntimeError(
-        f"{name} cannot be had of logits whose classes are divided over ranks: gather them with "
+        f"{function_name(func)} cannot be had of logits whose classes are divided over ranks: gather them with "
         "lightning_par.parallel.tensor.logits.whole, on all ranks, or set loss_parallel=False"
     )
 

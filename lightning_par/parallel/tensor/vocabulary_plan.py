@@ -190,7 +190,7 @@ class _Watch(TorchFunctionMode):
         if func not in METADATA:
             for leaf in leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter) and leaf in self._watched and not self._running[leaf]:
-                    self.reads.setdefault(leaf, function_name(func).removeprefix("torch."))
+                    self.reads.setdefault(leaf, function_name(func))
         return func(*args, **(kwargs or {}))
 
     @contextmanager
