@@ -210,9 +210,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _can_be_cut(tensor: Tensor, division: Division) -> bool:
     if isinstance(tensor, DividedLogits):
-        return tensor._division is division or (
-            tensor._division.group is division.group and tensor.shape[-1] == division.classes
-        )
+        return tensor._division.group is division.group and tensor.shape[-1] == division.classes
     return not tensor.dim() or tensor.shape[-1] in (1, division.classes)
 
 

@@ -187,7 +187,7 @@ class _Watch(TorchFunctionMode):
         self._watched = {param for group in groups for param in group.parameters}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA:
+        if func not in METADATA and func != Tensor.grad.__get__:
             for leaf in leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter) and leaf in self._watched and not self._running[leaf]:
                     self.reads.setdefault(leaf, function_name(func))
