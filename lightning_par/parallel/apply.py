@@ -120,9 +120,7 @@ class ParallelOptions:
                 f"sync_every_batch is {self.sync_every_batch!r}; it is True, False or 'auto'", "sync_every_batch='auto'"
             )
         if self.loss_parallel not in ("auto", False):
-            problems.add(
-                f"loss_parallel is {self.loss_parallel!r}; it is 'auto' or False", "loss_parallel='auto'"
-            )
+            problems.add(f"loss_parallel is {self.loss_parallel!r}; it is 'auto' or False", "loss_parallel='auto'")
         if self.verify not in ("auto", "always"):
             problems.add(f"verify is {self.verify!r}; it is 'auto' or 'always'", "verify='auto'")
         if layout.tp_size == 1 and self.tp_plan != "auto":

@@ -95,9 +95,7 @@ class InitPlan:
         return True
 
     @torch.no_grad()
-    def materialize(
-        self, module: nn.Module, device: torch.device | str, only: Collection[str] | None = None
-    ) -> None:
+    def materialize(self, module: nn.Module, device: torch.device | str, only: Collection[str] | None = None) -> None:
         """Allocate the meta tensors of `module` on `device` and fill them; needs no communication.
 
         Real tensors stay as they are, and so do ties between parameters, `requires_grad`, attributes set on

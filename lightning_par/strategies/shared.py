@@ -89,8 +89,9 @@ class MeshShell:
         compile: Compile each block; a string names the backend.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         sync_every_batch: Reduce gradients in each accumulation step; ``"auto"``: with ZeRO-2, ZeRO-3 and HSDP.
-        tp_plan: How Linears are divided over the tp ranks: ``"auto"``, or ``"shard"``, ``"gather"`` or ``"replicate"`` (or
-            the words of Hugging Face's plans) by globs of module names, or a function of the model that returns such.
+        tp_plan: How Linears are divided over the tp ranks: ``"auto"``, or by globs of module names ``"shard"``,
+            ``"gather"`` or ``"replicate"`` (or the words of Hugging Face's plans), or a function of the model that
+            returns such.
         loss_parallel: ``"auto"`` leaves logits divided over the vocabulary where the step computes its loss with
             ``F.cross_entropy``; ``False`` gathers them.
         verify: ``"always"`` compares a divided block with the undivided one at each start; ``"auto"`` trusts what was

@@ -2,15 +2,19 @@
 
 from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import Example, examples_of, observe
+from lightning_par.parallel.tensor.logits import DividedLogits, gather_logits
 from lightning_par.parallel.tensor.model import STYLES, ModelTensorPlan, TensorPlanOption, plan_model, shard_model
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 from lightning_par.parallel.tensor.propose import plan_block
 from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, LinearNode, trace_linears
+from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
+from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
 
 __all__ = [
     "STYLES",
     "AttributePatch",
     "BlockTensorPlan",
+    "DividedLogits",
     "Example",
     "LinearGraph",
     "LinearGroup",
@@ -18,10 +22,15 @@ __all__ = [
     "ModelTensorPlan",
     "ModulePlan",
     "TensorPlanOption",
+    "VocabularyPlan",
+    "divide_vocabulary",
     "examples_of",
+    "gather_logits",
     "observe",
     "plan_block",
+    "plan_block",
     "plan_model",
+    "plan_vocabulary",
     "shard_block",
     "shard_model",
     "trace_linears",

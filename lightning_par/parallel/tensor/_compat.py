@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -22,16 +25,45 @@ try:
 except ImportError:  # torch < 2.10
     CAN_SIMULATE = False
 
+T = TypeVar("T", bound=Tensor)
+
 __all__ = [
     "CAN_SIMULATE",
     "DispatchMode",
+    "TorchFunctionMode",
     "fake_tensors",
+    "fresh",
+    "function_name",
     "has_no_values",
+    "like_tensor",
     "map_first_tensor",
     "on_each_rank",
     "rank_values",
     "simulated_mesh",
+    "without_subclasses",
 ]
+
+
+def function_name(function: Any) -> str:
+    """The name of what `__torch_function__` is called with, such as "Tensor.argmax" (`resolve_name`, torch >= 1.7)."""
+    name = str(resolve_name(function) or getattr(function, "__name__", function))
+    return name.replace("torch.Tensor.", "Tensor.").replace("torch.nn.functional.", "F.")
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """Let torch treat tensor subclasses as tensors (`torch._C.DisableTorchFunctionSubclass`, torch >= 2.0)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def like_tensor(cls: type[T], part: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> T:
+    """Make a tensor that has the dtype and device of another, a shape of its own and no memory.
+
+    Uses `Tensor._make_wrapper_subclass` (torch >= 1.11), as DTensor does.
+    """
+    made: T = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=strides, dtype=part.dtype, device=part.device, layout=part.layout
+    )
+    return made
 
 
 def map_first_tensor(function: Callable[[Tensor], Any], args: Any, kwargs: Any) -> Any:
@@ -88,6 +120,12 @@ def rank_values(tensor: Tensor) -> list[Tensor]:
     if CAN_SIMULATE and isinstance(tensor, LocalTensor):
         return list(tensor._local_tensors.values())
     return [tensor]
+
+
+def fresh(leaf: Any) -> Any:
+    """Copy an argument that a call may change, such as a cache of keys and values; others are returned as they are."""
+    changeable = hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, Tensor | torch.nn.Module)
+    return copy.deepcopy(leaf) if changeable else leaf
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

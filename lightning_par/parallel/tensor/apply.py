@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_par.parallel.carried import carry_over
-from lightning_par.parallel.shards import full_tensor, sharded_like
 from lightning_par.parallel.tensor._compat import map_first_tensor
+from lightning_par.parallel.tensor.fused import note_order
 from lightning_par.parallel.tensor.plan import BlockTensorPlan, ModulePlan
 
 _Enter = Callable[[Tensor], DTensor]
@@ -82,7 +82,7 @@ def _divide_parameters(linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh) ->
         divided = distribute_tensor(value, mesh, [placement], src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(divided, requires_grad=param.requires_grad))
     if plan.style == "fused column":
-        _keep_order_in_checkpoints(linear, plan, mesh.size())
+        note_order(linear, rank_order(plan.parts, mesh.size()), transposed=plan.transposed)
 
 
 def _entry(mesh: DeviceMesh) -> tuple[_Enter, Callable[[], None]]:
@@ -160,28 +160,3 @@ def _sum_gradients(block: nn.Module, names: tuple[str, ...], mesh: DeviceMesh) -
 
     block.register_forward_pre_hook(before)
     block.register_forward_hook(after, always_call=True)
-
-
-def _keep_order_in_checkpoints(linear: nn.Module, plan: ModulePlan, tp_size: int) -> None:
-    """Let state dicts hold the features in the order of the undivided module."""
-    order = rank_order(plan.parts, tp_size)
-
-    def reorder(value: Tensor, indices: Tensor) -> Tensor:
-        full = full_tensor(value)
-        full = full.index_select(feature_dim(plan, full), indices.to(full.device))
-        return sharded_like(full, value) if isinstance(value, DTensor) else full
-
-    def reorder_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, indices: Tensor) -> None:
-        for name in module._parameters:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and not value.is_meta:
-                state_dict[prefix + name] = reorder(value.detach(), indices)
-
-    def after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        reorder_all(module, state_dict, prefix, order.argsort())
-
-    def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        reorder_all(module, state_dict, prefix, order)
-
-    linear.register_state_dict_post_hook(after_saving)
-    linear.register_load_state_dict_pre_hook(before_loading)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.parallel._compat import map_leaves
+from lightning_par.parallel.tensor._compat import fresh
 from lightning_par.parallel.tensor.plan import AttributePatch
 
 # More would be tried for minutes, and no attention is known that needs them.
@@ -33,7 +35,7 @@ def attributes_read(
     """
     seen: dict[tuple[str, str], int] = {}
     with torch.no_grad(), _watching(block, owners, seen):
-        block(*args, **kwargs)
+        block(*map_leaves(fresh, args), **map_leaves(fresh, dict(kwargs)))
     return seen
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import map_leaves, map_tensors
 from lightning_par.parallel.random import random_state_kept
-from lightning_par.parallel.tensor._compat import fake_tensors, has_no_values
+from lightning_par.parallel.tensor._compat import fake_tensors, fresh, has_no_values
 from lightning_par.parallel.tensor.verify import describe
 from lightning_par.parallel.tensor.vocabulary_plan import Watched, watching
 
@@ -150,16 +150,15 @@ def examples_of(module: nn.Module, blocks: Collection[str], given: Any = None) -
     if isinstance(given, Example):
         yield given
     elif given is not None:
-        yield Example("example_inputs", lambda: _call(module, given))
+        yield Example("example_inputs", partial(_call, module, given))
         return
     inputs = getattr(module, "example_input_array", None)
     if inputs is not None:
-        yield Example("example_input_array", lambda: _call(module, inputs))
+        yield Example("example_input_array", partial(_call, module, inputs))
     for name, child in module.named_modules():
         dummy = _dummy_inputs(child)
         if dummy is not None and all(block.startswith(f"{name}." if name else "") for block in blocks):
-            model, arguments = child, dummy
-            yield Example(f"dummy_inputs of {type(child).__name__}", lambda: _call(model, arguments))
+            yield Example(f"dummy_inputs of {type(child).__name__}", partial(_call, child, dummy))
             return
 
 
@@ -234,12 +233,6 @@ def _noted(leaf: Any) -> Any:
         # Not the tensor itself, which would keep the graph of the run alive.
         return leaf.detach().requires_grad_(leaf.requires_grad)
     return fresh(leaf)
-
-
-def fresh(leaf: Any) -> Any:
-    """Copy an argument that a call may change, such as a cache of keys and values; others are returned as they are."""
-    changeable = hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, Tensor | nn.Module)
-    return copy.deepcopy(leaf) if changeable else leaf
 
 
 def _call(module: nn.Module, inputs: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_par.parallel._compat import leaves
-from lightning_par.parallel.tensor._compat import DispatchMode
+from lightning_par.parallel._compat import leaves, map_leaves
+from lightning_par.parallel.tensor._compat import DispatchMode, fresh
 
 Role = Literal["column", "row", "conflict"]
 # Operators that mix the features of their input, and where their arguments say over which dimensions.
@@ -276,7 +276,7 @@ def trace_linears(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
             tracer.set(leaf, _Flow(data=True))
     try:
         with _without_fast_path(), torch.no_grad(), tracer:
-            out = block(*args, **(kwargs or {}))
+            out = block(*map_leaves(fresh, args), **map_leaves(fresh, dict(kwargs or {})))
     finally:
         for handle in handles:
             handle.remove()

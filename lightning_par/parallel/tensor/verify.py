@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.parallel._compat import leaves, map_tensors
+from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor._compat import (
     CAN_SIMULATE,
+    fresh,
     on_each_rank,
     rank_values,
     simulated_mesh,
@@ -177,12 +178,14 @@ def _run(trial: Trial, block: nn.Module, simulated: bool = False) -> dict[str, l
     """Outputs and gradients by name, the value of each rank."""
     sources: list[Tensor] = []
 
-    def fresh(tensor: Tensor) -> Tensor:
-        tensor = on_each_rank(tensor) if simulated else tensor.clone()
+    def source(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return fresh(leaf)
+        tensor = on_each_rank(leaf) if simulated else leaf.clone()
         sources.append(tensor.requires_grad_(len(sources) in trial.inputs))
         return sources[-1]
 
-    args, kwargs = map_tensors(fresh, (trial.args, trial.kwargs))
+    args, kwargs = map_leaves(source, (trial.args, trial.kwargs))
     with torch.enable_grad(), InDouble():
         out = block(*args, **kwargs)
         outputs = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
