@@ -171,6 +171,11 @@ class Parallelized:
     _known: set[nn.Parameter] = field(default_factory=set)
     _stop_watching: Callable[[], None] = lambda: None
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether some parameters are shards: of FSDP, or divided over tp."""
+        return self.data.sharded or self.tensor_plan is not None
+
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context for every backward of an accumulation window but the last; see `DataParallel.accumulating`."""
         return self.data.accumulating(enabled)
@@ -207,6 +212,7 @@ def parallelize(
     device: torch.device | None = None,
     forward_methods: Iterable[str] = (),
     example_inputs: Any = None,
+    tensor_plan: ModelTensorPlan | None = None,
 ) -> Parallelized:
     """Apply a layout to a module, in place, in the order of this file. Needs an initialised default process group.
 
@@ -221,6 +227,7 @@ def parallelize(
         example_inputs: For tensor parallelism: arguments of the module's forward (a tuple, a mapping or one tensor), or
             a `tensor.examples.Example`. Without them the module's `example_input_array`, the `dummy_inputs` of
             Hugging Face models or a made-up input of a block is used.
+        tensor_plan: One that was made before for a module of the same structure.
 
     Returns:
         The handle with the switches of a training loop.
@@ -251,9 +258,8 @@ def parallelize(
     cast_floating(module, None if policy.storage is torch.float32 else policy.storage, policy.buffer)
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
-    tensor_plan = None
     if layout.tp_size > 1:
-        tensor_plan = _plan_tensors(module, plan, layout, options, mesh, example_inputs)
+        tensor_plan = tensor_plan or _plan_tensors(module, plan, layout, options, mesh, example_inputs)
         tensor.shard_model(
             module,
             tensor_plan,
@@ -481,7 +487,7 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
             f"{valueless} of them has no value",
             "build the optimizer in configure_optimizers",
         )
-    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.data.sharded for handle in handles)))
+    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.holds_shards for handle in handles)))
     problems.raise_if_any()
 
 

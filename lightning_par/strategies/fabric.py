@@ -133,7 +133,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
         if closure is None:
             closure_then_reshard()
-        with step_on_shards(any(handle.data.sharded for handle in self._handles)) as outside:
+        with step_on_shards(any(handle.holds_shards for handle in self._handles)) as outside:
             with_closure = {} if closure is None else {"closure": outside(closure_then_reshard)}
             return super().optimizer_step(optimizer, **with_closure, **kwargs)
 

@@ -128,7 +128,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.set_world_ranks()
         self._check()
         assert self.lightning_module is not None
-        averaging.refuse(self.lightning_module, sharded=self._requested_layout().dp_shard_size != 1)
+        layout = self._requested_layout()
+        averaging.refuse(self.lightning_module, sharded=(layout.dp_shard_size, layout.tp_size) != (1, 1))
         super().setup_environment()
         self._connect()
         self.lightning_module._device_mesh = self.mesh.root
@@ -166,7 +167,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
         self._average = averaging.follow(trainer, self.parallelized)
-        if self.parallelized.data.sharded:
+        if self.parallelized.holds_shards:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 # The summary counts whole parameters.
@@ -229,7 +230,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             self.parallelized.data.reshard()
             return self._same_loss(optimizer, result)
 
-        with step_on_shards(self.parallelized.data.sharded) as outside:
+        with step_on_shards(self.parallelized.holds_shards) as outside:
             return super().optimizer_step(optimizer, outside(closure_then_reshard), model, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------

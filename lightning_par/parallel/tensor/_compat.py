@@ -125,7 +125,19 @@ def rank_values(tensor: Tensor) -> list[Tensor]:
 def fresh(leaf: Any) -> Any:
     """Copy an argument that a call may change, such as a cache of keys and values; others are returned as they are."""
     changeable = hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, Tensor | torch.nn.Module)
-    return copy.deepcopy(leaf) if changeable else leaf
+    if not changeable:
+        return leaf
+    with _CopyWithoutGraph():
+        return copy.deepcopy(leaf)
+
+
+class _CopyWithoutGraph(TorchFunctionMode):
+    """Copies a tensor that has a graph without it, where torch refuses to (`Tensor.__deepcopy__`)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -85,12 +85,16 @@ class BlockTensorPlan:
         return self.divided_numel / max(1, sum(module.numel for module in self.modules))
 
     def report(self) -> str:
-        """Describe the plan, one line a module."""
-        lines = [f"tp {self.tp_size}: {self.sharded_share:.1%} of the parameters divided; {self.verified}"]
+        """Describe the plan, one line for the modules that are treated alike."""
+        lines = [f"{self.sharded_share:.1%} of the parameters divided over tp {self.tp_size}; {self.verified}"]
+        alike: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for module in self.modules:
-            parts = f" {list(module.parts)}" if module.parts else ""
-            reason = f": {module.reason}" if module.reason else ""
-            lines.append(f"  {module.name or '(block)'}: {module.style}{parts}{reason}")
+            alike.setdefault((module.style, module.parts, module.reason), []).append(module.name or "(block)")
+        for (style, parts, reason), names in alike.items():
+            of_parts = f" {list(parts)}" if parts else ""
+            why = f" ({reason})" if reason else ""
+            lines.append(f"  {style}{of_parts}: {', '.join(names)}{why}")
         lines += [f"  {patch.module or '(block)'}.{patch.attribute} = {patch.value}" for patch in self.patches]
-        lines += [f"  {name}: gradient summed over tp" for name in self.partial_gradients]
+        if self.partial_gradients:
+            lines.append(f"  gradients summed over tp: {', '.join(self.partial_gradients)}")
         return "\n".join(lines)
