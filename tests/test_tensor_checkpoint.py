@@ -9,13 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from probe import long_run
+from tensor_models import Nano
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par.testing import run_ranks
 from models import Tokens
 from parity import build_strategy, in_original_order, make_trainer
-from tensor_models import Nano
 
 LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]] | None]] = {
     "one process": (1, None),
@@ -59,10 +59,10 @@ def fit(folder: str, layout: str, state_dict_type: str, optimizer: str, ckpt_pat
     return in_original_order(module, dict(module.named_parameters()))
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 CHANGES = [
@@ -89,4 +89,5 @@ def test_training_goes_on_in_another_layout(
     whole = run_ranks(LAYOUTS[there][0], fit, str(tmp_path), there, state_dict_type, optimizer, None)
     path = str(tmp_path / "epoch=1.ckpt")
     for got in run_ranks(LAYOUTS[here][0], fit, str(tmp_path), here, state_dict_type, optimizer, path):
-        assert_same(got, whole[0])
+        # Plain Lightning loads the weights before it converts the module to float64.
+        assert_same(got, whole[0], 1e-6 if here == "one process" else 1e-9)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from probe import long_run
+from tensor_models import KINDS
 
 from parity import Run, assert_same_training
-from tensor_models import KINDS
 
 QUICK = ("nano", "llama", "gpt2")
 

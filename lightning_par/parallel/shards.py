@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from lightning_par.parallel._compat import silenced
+
 
 def class_name(module: nn.Module) -> str:
     """The name of a module's class before FSDP2 put its own in front."""
@@ -35,7 +37,11 @@ def without_partials(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor into a plain tensor; collective over its mesh. A plain tensor is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # A dimension cut over fsdp and tp is gathered over one after the other, as it has to be.
+    with silenced("torch.distributed.tensor._redistribute"):
+        return tensor.full_tensor()
 
 
 def local_shard(full: Tensor, like: DTensor) -> Tensor:

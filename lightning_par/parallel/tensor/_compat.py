@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -17,6 +16,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_par.parallel._compat import silenced
+
 try:
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,6 +27,9 @@ except ImportError:  # torch < 2.10
     CAN_SIMULATE = False
 
 T = TypeVar("T", bound=Tensor)
+
+# DTensor logs a stack for each shape that does not fit; a wrong plan is expected to have those.
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"
 
 __all__ = [
     "CAN_SIMULATE",
@@ -85,26 +89,15 @@ def simulated_mesh(size: int, mesh: DeviceMesh | None = None) -> Iterator[Device
         mesh: The real mesh, needed once a process group is initialised; else one is made for the time being.
     """
     if mesh is not None:
-        with _without_logs(), LocalTensorMode(frozenset(mesh.mesh.flatten().tolist())):
+        with silenced(_FAKE_TENSORS), LocalTensorMode(frozenset(mesh.mesh.flatten().tolist())):
             yield mesh
         return
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        with _without_logs(), LocalTensorMode(size):
+        with silenced(_FAKE_TENSORS), LocalTensorMode(size):
             yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    # DTensor logs a stack for each shape that does not fit; a wrong plan is expected to have those.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
 
 
 def on_each_rank(tensor: Tensor) -> Tensor:

@@ -133,6 +133,7 @@ def plan_model(
     )
     if not problems and not result.divided_numel:
         why = sorted({module.reason for _, plan in planned for module in plan.modules if module.reason})
+        why += [f"{name}: {reason}" for name, reason in vocabulary.reasons.items()]
         problems.add(f"nothing of {type(module).__name__} can be divided over tp ranks: {'; '.join(why)}", "tp_size=1")
     problems.raise_if_any()
     return result
