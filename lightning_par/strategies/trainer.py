@@ -32,6 +32,7 @@ from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
+from lightning_par.parallel.tensor import gather_logits
 from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.precision import trainer_plugin
@@ -255,7 +256,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare_batch(args[0])
-        return super().training_step(*args, **kwargs)
+        return gather_logits(super().training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,14 +274,14 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Evaluate a batch, and join the other data ranks in those that this rank does not have."""
         turns, units = self._turns, self.parallelized.data.units
         if turns is None:
-            return step(*args, **kwargs)
+            return gather_logits(step(*args, **kwargs))
         if turns.everywhere:
             self._compare_batch(args[0])
         if units is not None:
             units.remember_gathers()
         self._alone = turns.begin()
         try:
-            result = step(*args, **kwargs)
+            result = gather_logits(step(*args, **kwargs))
         finally:
             self._alone = False
         for _ in range(turns.idle()):
