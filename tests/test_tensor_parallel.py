@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from probe import long_run
 from tensor_models import KINDS
 
-from parity import Run, assert_same_training
+from lightning_par.testing import run_ranks
+from parity import Run, assert_same_training, reference, train
 
 QUICK = ("nano", "llama", "gpt2")
 
@@ -75,3 +77,18 @@ def test_single_precision(kind: str, dp_shard_size: int) -> None:
     options = TWO | {"dp_shard_size": dp_shard_size}
     run = tensor_run(kind, accumulate=2, clip=0.05, precision="32-true")
     assert_same_training(run, 2 * dp_shard_size, ("MeshStrategy", options))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", long_run("bf16-true"), long_run("16-mixed")])
+@pytest.mark.parametrize(("ranks", "options"), [long_run(2, {"dp_shard_size": 1}), (4, {"dp_shard_size": 2})], ids=str)
+@pytest.mark.parametrize("kind", ["nano", long_run("qwen3")])
+def test_low_precision_follows_lightnings_plugin(
+    kind: str, ranks: int, options: dict[str, Any], precision: str
+) -> None:
+    run = tensor_run(kind, precision=precision, steps=10)
+    records = run_ranks(ranks, train, run, ranks, ("MeshStrategy", TWO | options))
+    data_ranks = ranks // 2
+    expected = torch.tensor(reference(run, data_ranks).losses).view(-1, data_ranks).mean(1)
+    curve = torch.tensor([record.losses for record in records]).mean(0)
+    assert expected[-1] < expected[0], "the reference does not learn: a flat curve would prove nothing"
+    torch.testing.assert_close(curve, expected, rtol=0.02, atol=0)

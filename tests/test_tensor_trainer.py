@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from tensor_models import Nano
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,7 +22,6 @@ from lightning_par.strategies.examples import first_samples
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import build_strategy, make_trainer
-from tensor_models import Nano
 
 
 def tp_trainer(**options: Any) -> pl.Trainer:
@@ -82,7 +82,12 @@ def counts() -> tuple[int, int, int, str]:
     module, trainer = Watchful(), tp_trainer(max_epochs=2)
     trainer.fit(module)
     strategy: Any = trainer.strategy
-    return module.loaders_made, len(module.losses), int(module.sums.update_count), strategy.parallelized.tensor_plan.source
+    return (
+        module.loaders_made,
+        len(module.losses),
+        int(module.sums.update_count),
+        strategy.parallelized.tensor_plan.source,
+    )
 
 
 def test_the_example_run_leaves_no_trace() -> None:
