@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import models
@@ -34,7 +35,7 @@ SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": 8,
 }
@@ -69,13 +70,13 @@ def tiny() -> nn.Module:
 def nano() -> nn.Module:
     before, models.VOCABULARY = models.VOCABULARY, VOCABULARY
     try:
-        return models.NanoGPT(layers=1)
+        return models.NanoGPT(layers=2)
     finally:
         models.VOCABULARY = before
 
 
 def example() -> nn.Module:
-    return ExampleGPT(VOCABULARY, block_size=8, layers=1, heads=2, width=16)
+    return ExampleGPT(VOCABULARY, block_size=8, layers=2, heads=2, width=16)
 
 
 def hugging_face(kind: str, **options: Any) -> nn.Module:
@@ -96,7 +97,7 @@ def gemma3() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **drop))
 
@@ -122,11 +123,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FOUND: dict[str, tuple[set[str], set[str]]] = {
     "tiny": ({"tokens"}, {"head"}),
     "nano": ({"model.tokens"}, {"model.head"}),
-    "example": ({"tokens", "positions"}, {"head"}),
+    "example": ({"tokens"}, {"head"}),
     "llama": ({"model.embed_tokens"}, {"lm_head"}),
     "gemma2": ({"model.embed_tokens"}, {"lm_head"}),
     "gemma3": ({"model.embed_tokens"}, {"lm_head"}),
-    "gpt2": ({"transformer.wte", "transformer.wpe"}, {"lm_head"}),
+    "gpt2": ({"transformer.wte"}, {"lm_head"}),
     "bert": (
         {"bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings"},
         {"cls.predictions.decoder"},
@@ -164,7 +165,8 @@ def compare(model: nn.Module, expected: dict[str, Tensor], rows: slice = slice(N
     errors = []
     for name, value in expected.items():
         assert type(found[name]) is Tensor, name
-        scale = largest if name.startswith("gradient") else value.abs().max()
+        # A gradient that is truly zero, as that of a key's bias, is all that a bias may have become.
+        scale = max(largest, value.abs().max())
         errors.append(((found[name] - value).abs().max() / scale).item())
     return max(errors)
 
@@ -182,6 +184,19 @@ def trained(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     return found
 
 
+class Collectives(TorchDispatchMode):
+    """Counts them by name; `CommDebugMode` fails where a module is left by an exception or called by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def parity(name: str) -> list[Any]:
     """Errors with loss parallel on and off, and the collectives of a step with it."""
     model, mesh = make(name), tp_mesh()
@@ -197,9 +212,9 @@ def parity(name: str) -> list[Any]:
             assert isinstance(weight, DTensor)
             assert weight.placements == (Shard(0),)
         before = dict(twin.named_parameters())
-        with CommDebugMode() as mode:
+        with Collectives() as mode:
             loss_of(twin, tokens())
-        results.append({str(kind).rpartition(".")[2]: count for kind, count in mode.get_comm_counts().items()})
+        results.append(dict(mode.counts))
         assert all(param is before[name] for name, param in twin.named_parameters())
         results.append(compare(twin, expected))
     return results
@@ -333,8 +348,9 @@ def no_token() -> None:
 
 
 def test_what_is_no_token_is_an_error_on_every_rank() -> None:
-    with pytest.raises(RanksFailed, match="rank 0 raised[^$]*IndexError[^$]*rank 1 raised[^$]*IndexError"):
+    with pytest.raises(RanksFailed) as caught:
         run_ranks(2, no_token)
+    assert str(caught.value).count("IndexError: index out of range in self") == 2
 
 
 class Reader(Tiny):

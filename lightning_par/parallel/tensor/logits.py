@@ -4,9 +4,10 @@ To the user's code `DividedLogits` is a tensor of the global shape. Each rank ho
 all classes alike is computed on slices, `cross_entropy` too. Whatever else reads the logits gathers them, and computes
 as torch does.
 
-Autograd runs over the slices. A gradient that reaches the whole logits by another way, such as a custom
-`autograd.Function` of the user, is cut and goes on from there. Ranks compute the same loss, so gradients of what they
-all hold are equal, except of what meets slices: those are summed.
+Autograd runs over the slices. It passes through the whole logits only where they enter or leave an `autograd.Function`,
+which no `__torch_function__` sees: that of a module's backward hooks, of reentrant checkpointing, of the user.
+
+Ranks compute the same loss, so gradients of what they all hold are equal; those of what meets slices are summed.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class DividedLogits(Tensor):
 
     _local: Tensor
     _division: Division
+    _made_by: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -89,6 +91,9 @@ class DividedLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd keeps what a custom function saves
             return _wrapper(args[0]._local.detach(), args[0]._division)
+        if func is torch.ops.aten.add.Tensor:  # autograd sums up gradients
+            division = next(arg._division for arg in args if isinstance(arg, DividedLogits))
+            return _wrapper(torch.add(*(_cut(arg, division) for arg in args)), division)
         raise RuntimeError(
             f"{func} reads logits whose classes are divided over ranks in a way that cannot be followed: set "
             "loss_parallel=False"
@@ -96,7 +101,7 @@ class DividedLogits(Tensor):
 
 
 class _Wrap(torch.autograd.Function):
-    """The whole logits, as autograd sees them. Gradients come here only past `__torch_function__`."""
+    """The whole logits, as an autograd function sees them."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, division: Division) -> Tensor:
@@ -105,7 +110,20 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return whole(gradients[0]).narrow(-1, ctx.division.start, ctx.division.here), None
+        return _cut(gradients[0], ctx.division), None
+
+
+class _Unwrap(torch.autograd.Function):
+    """The slice of logits that an autograd function has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DividedLogits) -> Tensor:
+        ctx.division = logits._division
+        return logits._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _wrapper(gradients[0], ctx.division)
 
 
 def _wrapper(local: Tensor, division: Division) -> DividedLogits:
@@ -113,7 +131,7 @@ def _wrapper(local: Tensor, division: Division) -> DividedLogits:
     shape = (*local.shape[:-1], division.classes)
     strides = (*(stride * ranks for stride in local.stride()[:-1]), local.stride(-1))
     logits = like_tensor(DividedLogits, local, shape, strides)
-    logits._local, logits._division = local, division
+    logits._local, logits._division, logits._made_by = local, division, None
     return logits
 
 
@@ -130,8 +148,7 @@ def divide_logits(local: Tensor, division: Division) -> DividedLogits:
     if not local.dim() or local.shape[-1] != division.here:
         raise ValueError(f"a slice of {division.here} of {division.classes} classes has the shape {tuple(local.shape)}")
     logits: DividedLogits = _Wrap.apply(local, division)  # type: ignore[no-untyped-call]
-    # With its graph, which `forward` of an autograd function does not see.
-    logits._local = local
+    logits._made_by = logits.grad_fn
     return logits
 
 
@@ -148,12 +165,12 @@ def gather_logits(data: Any) -> Any:
 
 
 def _local(logits: DividedLogits) -> Tensor:
-    if logits.requires_grad != logits._local.requires_grad:
-        raise RuntimeError(
-            "logits whose classes are divided over ranks lost their gradient, as in reentrant activation "
-            "checkpointing: use checkpoint(..., use_reentrant=False), or set loss_parallel=False"
-        )
-    return logits._local
+    """The slice of this rank, with the graph of the logits."""
+    if logits.grad_fn is logits._made_by:
+        return logits._local
+    # They come out of an autograd function, which has computed without gradients.
+    local: Tensor = _Unwrap.apply(logits)  # type: ignore[no-untyped-call]
+    return local
 
 
 def _rewrap(result: Any, logits: DividedLogits) -> Any:
@@ -295,6 +312,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _rewrap(func(_local(logits), (*shape[:-1], logits._division.here)), logits)
 
 
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].view(args[1].shape) if len(args) == 2 else NotImplemented
+
+
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _alone(args, kwargs) or len(args) + len(kwargs) > 2 or kwargs.keys() - {"dim"}:
         return NotImplemented
@@ -392,6 +413,24 @@ def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _local(logits).register_hook(on_local)
 
 
+_BACKWARD = inspect.signature(torch.autograd.backward)
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Start from slices, with slices of the gradients."""
+    given = _BACKWARD.bind(*args, **kwargs).arguments
+    tensors, gradients = (
+        [value] if isinstance(value, Tensor) else value for value in (given["tensors"], given.get("grad_tensors"))
+    )
+    pairs = list(zip(tensors, gradients or [None] * len(tensors), strict=True))
+    given["tensors"] = [_local(one) if isinstance(one, DividedLogits) else one for one, _ in pairs]
+    given["grad_tensors"] = [
+        _cut(gradient, one._division) if isinstance(one, DividedLogits) and gradient is not None else gradient
+        for one, gradient in pairs
+    ]
+    func(**given)
+
+
 def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(_local(args[0]))
 
@@ -448,6 +487,7 @@ def _handlers() -> dict[Any, _Handler]:
         ("transpose swapaxes swapdims permute", _permute),
         ("flatten", _flatten),
         ("view reshape", _view),
+        ("view_as", _view_as),
         ("squeeze", _squeeze),
         ("unsqueeze", _unsqueeze),
         ("cross_entropy", _cross_entropy),
@@ -463,6 +503,7 @@ def _handlers() -> dict[Any, _Handler]:
     found.update(dict.fromkeys(_properties("grad"), _gradient))
     found.update(dict.fromkeys(_properties("data"), _cast))
     found[torch.autograd.grad] = _refuse_function
+    found[torch.autograd.backward] = _backward
     return found
 
 

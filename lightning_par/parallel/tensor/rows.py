@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.tensor._compat import map_first_tensor
 from lightning_par.parallel.tensor.verify import TOLERANCE, InDouble, describe
 
-Restore = Callable[[], None]
 # Rows of a rank in a trial: enough for a first, a last and others.
 _ROWS = 4
 
@@ -60,29 +60,26 @@ def local_rows(ids: Tensor, rows: int, start: int, here: int) -> tuple[Tensor, T
     return (ids - start).masked_fill(elsewhere, 0), elsewhere
 
 
-def hold_slices(module: nn.Module, slices: Mapping[str, Tensor], start: int) -> Restore:
+@contextmanager
+def holding(module: nn.Module, slices: Mapping[str, Tensor], start: int) -> Iterator[None]:
     """Let a module hold slices of its parameters, and its padding token by its number among them.
 
     Args:
         module: An embedding or a Linear.
         slices: Plain tensors by the names of its parameters.
         start: The first row of the slices.
-
-    Returns:
-        A function that brings back what it held.
     """
     parameters, padding = dict(module._parameters), getattr(module, "padding_idx", None)
     module._parameters.update(slices)  # type: ignore[arg-type]
     if padding is not None:
         here = slices["weight"].shape[0]
         vars(module)["padding_idx"] = padding - start if start <= padding < start + here else None
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         module._parameters.update(parameters)
         if padding is not None:
             vars(module)["padding_idx"] = padding
-
-    return restore
 
 
 def why_not_by_rows(module: nn.Module, call: Call, tp_size: int) -> str:
@@ -173,10 +170,9 @@ def _embed(twin: nn.Module, ranks: int, ids: Tensor, args: Any, kwargs: Any) -> 
     outs = []
     for rank, own in enumerate(slices):
         local, elsewhere = local_rows(ids, here * ranks, here * rank, here)
-        restore = hold_slices(twin, own, here * rank)
         rank_args, rank_kwargs = map_first_tensor(lambda _, local=local: local, args, kwargs)
-        outs.append(twin(*rank_args, **rank_kwargs).masked_fill(elsewhere[..., None], 0))
-        restore()
+        with holding(twin, own, here * rank):
+            outs.append(twin(*rank_args, **rank_kwargs).masked_fill(elsewhere[..., None], 0))
     return _gradients(torch.stack(outs).sum(0), slices)
 
 
@@ -184,9 +180,8 @@ def _project(twin: nn.Module, ranks: int, x: Tensor, args: Any, kwargs: Any) -> 
     slices, x = _slices(twin, ranks), x.clone().requires_grad_()
     outs = []
     for rank, own in enumerate(slices):
-        restore = hold_slices(twin, own, len(own["weight"]) * rank)
         rank_args, rank_kwargs = map_first_tensor(lambda _: x, args, kwargs)
-        outs.append(twin(*rank_args, **rank_kwargs))
-        restore()
+        with holding(twin, own, len(own["weight"]) * rank):
+            outs.append(twin(*rank_args, **rank_kwargs))
     found = _gradients(torch.cat(outs, -1), slices)
     return found | {"gradient of the input": x.grad}
