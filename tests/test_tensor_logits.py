@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.parallel.tensor._compat import without_subclasses
+from lightning_par.parallel.tensor._compat import function_name, like_tensor, without_subclasses
 from lightning_par.parallel.tensor.logits import (
     DividedLogits,
     Division,
@@ -405,3 +405,14 @@ def test_a_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         for sentence in ("one", "two", "one"):
             report(sentence)
     assert [record.message for record in caplog.records] == ["one", "two"]
+
+
+def test_the_torch_api_that_this_relies_on() -> None:
+    assert function_name(Tensor.argmax) == "Tensor.argmax"
+    assert function_name(F.linear) == "F.linear"
+    assert function_name(torch.stack) == "torch.stack"
+    made = like_tensor(DividedLogits, torch.ones(2, dtype=torch.float16), (3, 4), (4, 1))
+    assert (made.shape, made.stride(), made.dtype) == ((3, 4), (4, 1), torch.float16)
+    # A view made without gradients says that it has one: `_local` cannot ask that.
+    with torch.no_grad():
+        assert (torch.ones(2, requires_grad=True) * 1).view(1, 2).requires_grad

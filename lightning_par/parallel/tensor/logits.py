@@ -88,7 +88,9 @@ class DividedLogits(Tensor):
         return _on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd keeps what a custom function saves
             return _wrapper(args[0]._local.detach(), args[0]._division)
         if func is torch.ops.aten.add.Tensor:  # autograd sums up gradients
@@ -147,7 +149,7 @@ def divide_logits(local: Tensor, division: Division) -> DividedLogits:
     """
     if not local.dim() or local.shape[-1] != division.here:
         raise ValueError(f"a slice of {division.here} of {division.classes} classes has the shape {tuple(local.shape)}")
-    logits: DividedLogits = _Wrap.apply(local, division)  # type: ignore[no-untyped-call]
+    logits: DividedLogits = _Wrap.apply(local, division)
     logits._made_by = logits.grad_fn
     return logits
 
@@ -169,7 +171,7 @@ def _local(logits: DividedLogits) -> Tensor:
     if logits.grad_fn is logits._made_by:
         return logits._local
     # They come out of an autograd function, which has computed without gradients.
-    local: Tensor = _Unwrap.apply(logits)  # type: ignore[no-untyped-call]
+    local: Tensor = _Unwrap.apply(logits)
     return local
 
 
@@ -419,10 +421,10 @@ _BACKWARD = inspect.signature(torch.autograd.backward)
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Start from slices, with slices of the gradients."""
     given = _BACKWARD.bind(*args, **kwargs).arguments
-    tensors, gradients = (
-        [value] if isinstance(value, Tensor) else value for value in (given["tensors"], given.get("grad_tensors"))
-    )
-    pairs = list(zip(tensors, gradients or [None] * len(tensors), strict=True))
+    tensors, gradients = given["tensors"], given.get("grad_tensors")
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients = [gradients] * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
+    pairs = list(zip(tensors, gradients, strict=True))
     given["tensors"] = [_local(one) if isinstance(one, DividedLogits) else one for one, _ in pairs]
     given["grad_tensors"] = [
         _cut(gradient, one._division) if isinstance(one, DividedLogits) and gradient is not None else gradient
