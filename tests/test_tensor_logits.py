@@ -414,5 +414,6 @@ def test_the_torch_api_that_this_relies_on() -> None:
     made = like_tensor(DividedLogits, torch.ones(2, dtype=torch.float16), (3, 4), (4, 1))
     assert (made.shape, made.stride(), made.dtype) == ((3, 4), (4, 1), torch.float16)
     # A view made without gradients says that it has one: `_local` cannot ask that.
+    x = torch.ones(2, requires_grad=True) * 1
     with torch.no_grad():
-        assert (torch.ones(2, requires_grad=True) * 1).view(1, 2).requires_grad
+        assert x.view(1, 2).requires_grad

@@ -443,6 +443,19 @@ def test_small_embeddings_and_blocks_are_left_alone() -> None:
     assert plan_vocabulary(Tiny(), ["tokens", "head"], 2) == VocabularyPlan(2)
 
 
+def test_what_users_attach_stays() -> None:
+    model = Tiny(tied=True)
+    model.tokens.weight.mark = "mine"
+    model.head.bias.requires_grad_(False)
+    with simulated_mesh(2) as mesh:
+        divide_vocabulary(model, plan_of(model), mesh, loss_parallel=True)
+    assert isinstance(model.tokens.weight, DTensor)
+    assert model.head.weight is model.tokens.weight
+    assert model.tokens.weight.mark == "mine"
+    assert not model.head.bias.requires_grad
+    assert [type(module).__name__ for module in (model.tokens, model.head)] == ["Embedding", "Linear"]
+
+
 def test_a_mesh_of_another_size_is_refused() -> None:
     with simulated_mesh(4) as mesh, pytest.raises(ValueError, match="the plan is for 2 ranks"):
         divide_vocabulary(Tiny(), VocabularyPlan(2), mesh, loss_parallel=True)

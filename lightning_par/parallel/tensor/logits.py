@@ -423,8 +423,9 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _BACKWARD.bind(*args, **kwargs).arguments
     tensors, gradients = given["tensors"], given.get("grad_tensors")
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    gradients = [gradients] * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
-    pairs = list(zip(tensors, gradients, strict=True))
+    if gradients is None:
+        gradients = [None] * len(tensors)
+    pairs = list(zip(tensors, [gradients] if isinstance(gradients, Tensor) else gradients, strict=True))
     given["tensors"] = [_local(one) if isinstance(one, DividedLogits) else one for one, _ in pairs]
     given["grad_tensors"] = [
         _cut(gradient, one._division) if isinstance(one, DividedLogits) and gradient is not None else gradient
