@@ -71,7 +71,10 @@ def report_once() -> Callable[[str], None]:
 
 
 class DividedLogits(Tensor):
-    """A tensor (..., classes) of which this rank has (..., classes / ranks); made by `divide_logits`."""
+    """A tensor (..., classes) of which this rank has (..., classes / ranks); made by `divide_logits`.
+
+    Reading it is a collective, unless the classes stay divided: all ranks of its group must do so, not the first alone.
+    """
 
     _local: Tensor
     _division: Division
