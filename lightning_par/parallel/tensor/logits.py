@@ -27,6 +27,7 @@ from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.tensor._compat import function_name, like_tensor, without_subclasses
 from lightning_par.parallel.tensor.collectives import gather, sum_gradients
 from lightning_par.parallel.tensor.cross_entropy import divided_cross_entropy
+from lightning_par.parallel.tensor.functions import CASTS, ELEMENTWISE, METADATA, is_in_place, properties, variants
 
 log = logging.getLogger(__name__)
 
@@ -198,15 +199,9 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function would write into divided logits."""
     name = getattr(func, "__name__", "")
-    in_place = _is_in_place(name) or name in ("__setitem__", "__set__", "__delete__") or kwargs.get("inplace")
+    in_place = is_in_place(name) or name in ("__setitem__", "__set__", "__delete__") or kwargs.get("inplace")
     targets = args[:1] if in_place else ()
     return any(isinstance(target, DividedLogits) for target in leaves((targets, kwargs.get("out"))))
-
-
-def _is_in_place(name: str) -> bool:
-    if name.endswith("__"):
-        return name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__", "__int__")
-    return name.endswith("_")
 
 
 def _refuse_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -223,7 +218,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(_can_be_cut(tensor, division) for tensor in tensors):
         return NotImplemented
-    if "out" in kwargs or (_is_in_place(func.__name__) and args[0] is not logits):
+    if "out" in kwargs or (is_in_place(func.__name__) and args[0] is not logits):
         return NotImplemented
     args, kwargs = map_tensors(lambda tensor: _cut(tensor, division), (args, kwargs))
     result = func(*args, **kwargs)
@@ -291,7 +286,7 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     last = args[0].dim() - 1
     dims = [dim % (last + 1) for dim in (args[1] if len(args) == 2 else args[1:])]
-    stays = dims[-1:] == [last] if func in _variants("permute") else last not in dims
+    stays = dims[-1:] == [last] if func in variants("permute") else last not in dims
     return _on_slice(func, args, kwargs) if stays else NotImplemented
 
 
@@ -454,39 +449,11 @@ def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
-def _variants(*names: str) -> list[Any]:
-    """The functions of these names in torch, of tensors and in `torch.nn.functional`."""
-    holders = (torch, Tensor, F)
-    return [getattr(holder, name) for name in names for holder in holders if callable(getattr(holder, name, None))]
-
-
-def _properties(*names: str) -> list[Any]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
-# Answered by the tensor without memory, which knows all of this of the whole logits.
-METADATA = {
-    *_variants("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex"),
-    *_variants("is_contiguous", "is_signed", "is_inference", "is_same_size", "get_device", "element_size"),
-    *(Tensor.__len__, Tensor.__hash__),
-    *_properties("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-    *_properties("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla"),
-    *_properties("is_mps", "is_xpu", "itemsize", "nbytes", "output_nr"),
-}
-
-
 def _handlers() -> dict[Any, _Handler]:
-    elementwise = (
-        "add sub subtract mul multiply div divide true_divide neg negative pow square sqrt exp log tanh sigmoid abs "
-        "clamp clamp_min clamp_max clip masked_fill where maximum minimum nan_to_num rsub __rsub__ __rdiv__ __pow__ "
-        "__rpow__ add_ sub_ mul_ div_ neg_ tanh_ clamp_ clamp_min_ clamp_max_ masked_fill_ __iadd__ __isub__ __imul__ "
-        "__idiv__ __itruediv__ __add__ __radd__ __sub__ __mul__ __rmul__ __div__ __truediv__ __neg__"
-    )
-    casts = "float half bfloat16 double to type type_as cpu cuda clone contiguous detach"
     found: dict[Any, _Handler] = {}
     for names, handler in (
-        (elementwise, _elementwise),
-        (casts, _cast),
+        (ELEMENTWISE, _elementwise),
+        (CASTS, _cast),
         ("narrow select index_select", _along(1)),
         ("unbind", _along(1, 0)),
         ("split chunk", _along(2, 0)),
@@ -504,10 +471,10 @@ def _handlers() -> dict[Any, _Handler]:
         ("__repr__ __format__", _describe),
         ("data_ptr storage untyped_storage share_memory_ is_shared __reduce_ex__ __dlpack__", _refuse_function),
     ):
-        found.update(dict.fromkeys(_variants(*names.split()), handler))
-    found.update(dict.fromkeys(_properties("_base", "_version"), _of_local))
-    found.update(dict.fromkeys(_properties("grad"), _gradient))
-    found.update(dict.fromkeys(_properties("data"), _cast))
+        found.update(dict.fromkeys(variants(*names.split()), handler))
+    found.update(dict.fromkeys(properties("_base", "_version"), _of_local))
+    found.update(dict.fromkeys(properties("grad"), _gradient))
+    found.update(dict.fromkeys(properties("data"), _cast))
     found[torch.autograd.grad] = _refuse_function
     found[torch.autograd.backward] = _backward
     return found

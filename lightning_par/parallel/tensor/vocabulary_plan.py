@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_par.blocks import LARGE
 from lightning_par.parallel._compat import leaves
 from lightning_par.parallel.tensor._compat import TorchFunctionMode, function_name
-from lightning_par.parallel.tensor.logits import METADATA
+from lightning_par.parallel.tensor.functions import METADATA
 from lightning_par.parallel.tensor.rows import Call, why_not_by_rows
 
 _GRADIENT: Any = Tensor.grad
