@@ -24,12 +24,13 @@ import models
 from examples.nanogpt.model import NanoGPT as ExampleGPT
 from lightning_par.blocks import find_blocks
 from lightning_par.parallel.shards import full_tensor
+from lightning_par.parallel.tensor import plan_block, shard_block
 from lightning_par.parallel.tensor._compat import simulated_mesh
 from lightning_par.parallel.tensor.verify import InDouble
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
 from lightning_par.testing import RanksFailed, run_ranks
-from tensor_blocks import tp_mesh
+from tensor_blocks import captured, tp_mesh
 
 VOCABULARY = 32
 SIZES = {
@@ -256,6 +257,9 @@ def with_fsdp(name: str, units: bool) -> float:
     for one in (*plan.embeddings, *plan.heads) if units else ():
         fully_shard(model.get_submodule(one), mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
+    for one in (*plan.embeddings, *plan.heads) if not units else ():
+        with pytest.raises(RuntimeError, match="is called past the module that gathers its parameters"):
+            model.get_submodule(one)(tokens())
     mine = loss_of(model, tokens(1 + mesh.get_local_rank("data")))
     mine.backward()
     largest = max(param.grad.abs().max() for param in reference.parameters())
@@ -269,6 +273,33 @@ def with_fsdp(name: str, units: bool) -> float:
 @pytest.mark.parametrize(("name", "units"), [("tiny", True), ("llama", False), ("bert", False)])
 def test_fsdp_composes(name: str, units: bool) -> None:
     assert max(run_ranks(4, with_fsdp, name, units)) < 1e-12
+
+
+def with_blocks() -> float:
+    """Llama with everything divided over tp, then sharded."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp")), make("llama")
+    names, reference = find_blocks(model).names, copy.deepcopy(model)
+    loss_of(reference, tokens()).backward()
+    plan = plan_of(model)
+    case = captured(copy.deepcopy(model), names[0], input_ids=tokens(), use_cache=False)
+    blocks = plan_block(case.block, case.args, case.kwargs, mesh=mesh["tp"], use_cache=False)
+    for name in names:
+        shard_block(model.get_submodule(name), blocks, mesh["tp"])
+    divide_vocabulary(model, plan, mesh["tp"], loss_parallel=True)
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    loss_of(model, tokens()).backward()
+    largest = max(param.grad.abs().max() for param in reference.parameters())
+    errors = [
+        (full_tensor(param.grad) - reference.get_parameter(name).grad).abs().max() / largest
+        for name, param in model.named_parameters()
+    ]
+    return max(error.item() for error in errors)
+
+
+def test_divided_blocks_compose() -> None:
+    assert max(run_ranks(4, with_blocks)) < 1e-12
 
 
 class Recomputing(Tiny):

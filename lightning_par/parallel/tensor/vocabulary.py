@@ -105,6 +105,11 @@ def _let_project(head: nn.Module, group: dist.ProcessGroup, report: Callable[[st
 def _holding_slices(module: Any, group: dist.ProcessGroup) -> Iterator[None]:
     # Looked up at each call: FSDP replaces them, and the module may be a copy.
     parameters = {name: param for name, param in module._parameters.items() if param is not None}
+    if any(param.device_mesh.ndim > 1 for param in parameters.values()):
+        raise RuntimeError(
+            f"{type(module).__name__} is called past the module that gathers its parameters from the data ranks: call "
+            "the whole model, or make that method known with register_fsdp_forward_method"
+        )
     slices = {name: param.to_local() for name, param in parameters.items()}
     with holding(module, slices, module.weight.shape[0] // group.size() * group.rank()):
         yield
