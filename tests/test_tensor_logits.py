@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.parallel.tensor._compat import without_subclasses
+from lightning_par.parallel.tensor._compat import function_name, like_tensor, without_subclasses
 from lightning_par.parallel.tensor.logits import (
     DividedLogits,
     Division,
@@ -50,6 +50,27 @@ def in_place(x: Tensor, e: dict[str, Tensor]) -> Tensor:
     flat.mul_(e["bias"])
     x += 1
     return x
+
+
+class _Tanh(torch.autograd.Function):
+    """A user's own function that keeps what it returns; nothing has to be gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (1 - y * y)
+
+
+def with_backward_hook(x: Tensor) -> Tensor:
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda *_: None)
+    return module(x)
 
 
 ROWS = torch.tensor([[True, False, True], [False, True, True]])
@@ -102,6 +123,8 @@ DIVIDED: dict[str, Op] = {
     "index_select": lambda x, e: torch.index_select(x, 1, torch.tensor([2, 0])),
     "split": lambda x, e: x.split(2, dim=1)[0] + x.chunk(3, 1)[2],
     "unbind": lambda x, e: x.unbind()[1],
+    "backward hooks": lambda x, e: with_backward_hook(x) + with_backward_hook(x),
+    "a custom function": lambda x, e: _Tanh.apply(x) * 3,
     "rows one by one": lambda x, e: [row * 2 for row in x][1],
 }
 GATHERED: dict[str, tuple[str, Op]] = {
@@ -120,7 +143,7 @@ GATHERED: dict[str, tuple[str, Op]] = {
     "permute": ("Tensor.permute", lambda x, e: x.permute(0, 2, 1)),
     "unsqueeze": ("Tensor.unsqueeze", lambda x, e: x.unsqueeze(-1)),
     "matmul": ("Tensor.matmul", lambda x, e: x @ e["bias"]),
-    "compare": ("Tensor.eq", lambda x, e: x == x.detach()),
+    "compare": ("Tensor.__eq__", lambda x, e: x == x.detach()),
     "dropout": ("F.dropout", lambda x, e: F.dropout(x, 0.0)),
     "plain in place": ("Tensor.add_", lambda x, e: torch.ones(SHAPE, dtype=torch.float64).add_(x)),
     "into a buffer": ("Tensor.__setitem__", lambda x, e: into_buffer(x)),
@@ -277,8 +300,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "storage": lambda x: x.untyped_storage(),
     "pickle": lambda x: pickle.dumps(x.detach()),
     "save": lambda x: torch.save({"logits": x.detach()}, io.BytesIO()),
+    "into reentrant checkpointing": lambda x: checkpoint(torch.tanh, x, use_reentrant=True).sum().backward(),
     "autograd.grad": lambda x: torch.autograd.grad(x.sum(), x),
-    "reentrant": lambda x: checkpoint(lambda y: y * 1, x, use_reentrant=True).view(-1, CLASSES),
 }
 
 
@@ -302,7 +325,7 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 LOSSES: dict[str, Op] = {
     "mean": lambda x, e: F.cross_entropy(x.view(-1, CLASSES), targets()),
-    "module": lambda x, e: nn.CrossEntropyLoss(ignore_index=3)(x.flatten(0, 1), targets()),
+    "module": lambda x, e: nn.CrossEntropyLoss(ignore_index=3)(x.flatten(0, 1), targets().clamp(min=0)),
     "sum": lambda x, e: F.cross_entropy(x.flatten(0, 1), targets(), reduction="sum"),
     "none": lambda x, e: F.cross_entropy(x.flatten(0, 1), targets(), reduction="none"),
     "smooth": lambda x, e: F.cross_entropy(x.flatten(0, 1), targets(), e["bias"].detach(), label_smoothing=0.1),
@@ -380,6 +403,9 @@ def hooks() -> None:
     logits.register_hook(lambda _: torch.ones(SHAPE, dtype=torch.float64))
     torch.autograd.backward([logits.exp()], [source()])
     assert torch.equal(local.grad, torch.ones_like(local))
+    local = slice_of(source()).requires_grad_()
+    checkpoint(lambda part: divide_logits(part * 1, division()), local, use_reentrant=True).exp().sum().backward()
+    torch.testing.assert_close(local.grad, local.exp())
     local, logits = divided()
     logits.backward(source())
     assert torch.equal(local.grad, slice_of(source()))
@@ -395,3 +421,15 @@ def test_a_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         for sentence in ("one", "two", "one"):
             report(sentence)
     assert [record.message for record in caplog.records] == ["one", "two"]
+
+
+def test_the_torch_api_that_this_relies_on() -> None:
+    assert function_name(Tensor.argmax) == "Tensor.argmax"
+    assert function_name(F.linear) == "F.linear"
+    assert function_name(torch.stack) == "torch.stack"
+    made = like_tensor(DividedLogits, torch.ones(2, dtype=torch.float16), (3, 4), (4, 1))
+    assert (made.shape, made.stride(), made.dtype) == ((3, 4), (4, 1), torch.float16)
+    # A view made without gradients says that it has one: `_local` cannot ask that.
+    x = torch.ones(2, requires_grad=True) * 1
+    with torch.no_grad():
+        assert x.view(1, 2).requires_grad

@@ -64,7 +64,7 @@ def like_tensor(cls: type[T], part: Tensor, shape: tuple[int, ...], strides: tup
 
     Uses `Tensor._make_wrapper_subclass` (torch >= 1.11), as DTensor does.
     """
-    made: T = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: T = Tensor._make_wrapper_subclass(
         cls, shape, strides=strides, dtype=part.dtype, device=part.device, layout=part.layout
     )
     return made

@@ -55,17 +55,17 @@ class _Gather(torch.autograd.Function):
 
 def sum_values(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum a tensor over the ranks; its gradient passes as it is."""
-    total: Tensor = _SumValues.apply(tensor, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumValues.apply(tensor, group)
     return total
 
 
 def sum_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensor, which all ranks have; its gradient, to which each rank contributes, is summed over them."""
-    same: Tensor = _SumGradients.apply(tensor, group)  # type: ignore[no-untyped-call]
+    same: Tensor = _SumGradients.apply(tensor, group)
     return same
 
 
 def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate parts of one shape, one from each rank, along a dimension; each gets its slice of the gradient."""
-    whole: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Gather.apply(tensor, dim, group)
     return whole

@@ -4,9 +4,10 @@ To the user's code `DividedLogits` is a tensor of the global shape. Each rank ho
 all classes alike is computed on slices, `cross_entropy` too. Whatever else reads the logits gathers them, and computes
 as torch does.
 
-Autograd runs over the slices. A gradient that reaches the whole logits by another way, such as a custom
-`autograd.Function` of the user, is cut and goes on from there. Ranks compute the same loss, so gradients of what they
-all hold are equal, except of what meets slices: those are summed.
+Autograd runs over the slices. It passes through the whole logits only where they enter or leave an `autograd.Function`,
+which no `__torch_function__` sees: that of a module's backward hooks, of reentrant checkpointing, of the user.
+
+Ranks compute the same loss, so gradients of what they all hold are equal; those of what meets slices are summed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.tensor._compat import function_name, like_tensor, without_subclasses
 from lightning_par.parallel.tensor.collectives import gather, sum_gradients
 from lightning_par.parallel.tensor.cross_entropy import divided_cross_entropy
+from lightning_par.parallel.tensor.functions import CASTS, ELEMENTWISE, METADATA, is_in_place, properties, variants
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +72,14 @@ def report_once() -> Callable[[str], None]:
 
 
 class DividedLogits(Tensor):
-    """A tensor (..., classes) of which this rank has (..., classes / ranks); made by `divide_logits`."""
+    """A tensor (..., classes) of which this rank has (..., classes / ranks); made by `divide_logits`.
+
+    Reading it is a collective, unless the classes stay divided: all ranks of its group must do so, not the first alone.
+    """
 
     _local: Tensor
     _division: Division
+    _made_by: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -86,9 +92,14 @@ class DividedLogits(Tensor):
         return _on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd keeps what a custom function saves
             return _wrapper(args[0]._local.detach(), args[0]._division)
+        if func is torch.ops.aten.add.Tensor:  # autograd sums up gradients
+            division = next(arg._division for arg in args if isinstance(arg, DividedLogits))
+            return _wrapper(torch.add(*(_cut(arg, division) for arg in args)), division)
         raise RuntimeError(
             f"{func} reads logits whose classes are divided over ranks in a way that cannot be followed: set "
             "loss_parallel=False"
@@ -96,7 +107,7 @@ class DividedLogits(Tensor):
 
 
 class _Wrap(torch.autograd.Function):
-    """The whole logits, as autograd sees them. Gradients come here only past `__torch_function__`."""
+    """The whole logits, as an autograd function sees them."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, division: Division) -> Tensor:
@@ -105,7 +116,20 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return whole(gradients[0]).narrow(-1, ctx.division.start, ctx.division.here), None
+        return _cut(gradients[0], ctx.division), None
+
+
+class _Unwrap(torch.autograd.Function):
+    """The slice of logits that an autograd function has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DividedLogits) -> Tensor:
+        ctx.division = logits._division
+        return logits._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _wrapper(gradients[0], ctx.division)
 
 
 def _wrapper(local: Tensor, division: Division) -> DividedLogits:
@@ -113,7 +137,7 @@ def _wrapper(local: Tensor, division: Division) -> DividedLogits:
     shape = (*local.shape[:-1], division.classes)
     strides = (*(stride * ranks for stride in local.stride()[:-1]), local.stride(-1))
     logits = like_tensor(DividedLogits, local, shape, strides)
-    logits._local, logits._division = local, division
+    logits._local, logits._division, logits._made_by = local, division, None
     return logits
 
 
@@ -129,9 +153,8 @@ def divide_logits(local: Tensor, division: Division) -> DividedLogits:
     """
     if not local.dim() or local.shape[-1] != division.here:
         raise ValueError(f"a slice of {division.here} of {division.classes} classes has the shape {tuple(local.shape)}")
-    logits: DividedLogits = _Wrap.apply(local, division)  # type: ignore[no-untyped-call]
-    # With its graph, which `forward` of an autograd function does not see.
-    logits._local = local
+    logits: DividedLogits = _Wrap.apply(local, division)
+    logits._made_by = logits.grad_fn
     return logits
 
 
@@ -148,12 +171,12 @@ def gather_logits(data: Any) -> Any:
 
 
 def _local(logits: DividedLogits) -> Tensor:
-    if logits.requires_grad != logits._local.requires_grad:
-        raise RuntimeError(
-            "logits whose classes are divided over ranks lost their gradient, as in reentrant activation "
-            "checkpointing: use checkpoint(..., use_reentrant=False), or set loss_parallel=False"
-        )
-    return logits._local
+    """The slice of this rank, with the graph of the logits."""
+    if logits.grad_fn is logits._made_by:
+        return logits._local
+    # They come out of an autograd function, which has computed without gradients.
+    local: Tensor = _Unwrap.apply(logits)
+    return local
 
 
 def _rewrap(result: Any, logits: DividedLogits) -> Any:
@@ -176,15 +199,9 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function would write into divided logits."""
     name = getattr(func, "__name__", "")
-    in_place = _is_in_place(name) or name in ("__setitem__", "__set__", "__delete__") or kwargs.get("inplace")
+    in_place = is_in_place(name) or name in ("__setitem__", "__set__", "__delete__") or kwargs.get("inplace")
     targets = args[:1] if in_place else ()
     return any(isinstance(target, DividedLogits) for target in leaves((targets, kwargs.get("out"))))
-
-
-def _is_in_place(name: str) -> bool:
-    if name.endswith("__"):
-        return name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__", "__int__")
-    return name.endswith("_")
 
 
 def _refuse_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -201,7 +218,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(_can_be_cut(tensor, division) for tensor in tensors):
         return NotImplemented
-    if "out" in kwargs or (_is_in_place(func.__name__) and args[0] is not logits):
+    if "out" in kwargs or (is_in_place(func.__name__) and args[0] is not logits):
         return NotImplemented
     args, kwargs = map_tensors(lambda tensor: _cut(tensor, division), (args, kwargs))
     result = func(*args, **kwargs)
@@ -269,7 +286,7 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     last = args[0].dim() - 1
     dims = [dim % (last + 1) for dim in (args[1] if len(args) == 2 else args[1:])]
-    stays = dims[-1:] == [last] if func in _variants("permute") else last not in dims
+    stays = dims[-1:] == [last] if func in variants("permute") else last not in dims
     return _on_slice(func, args, kwargs) if stays else NotImplemented
 
 
@@ -293,6 +310,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if last != logits._division.classes:
         return NotImplemented
     return _rewrap(func(_local(logits), (*shape[:-1], logits._division.here)), logits)
+
+
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].view(args[1].shape) if len(args) == 2 else NotImplemented
 
 
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -392,6 +413,25 @@ def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _local(logits).register_hook(on_local)
 
 
+_BACKWARD = inspect.signature(torch.autograd.backward)
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Start from slices, with slices of the gradients."""
+    given = _BACKWARD.bind(*args, **kwargs).arguments
+    tensors, gradients = given["tensors"], given.get("grad_tensors")
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if gradients is None:
+        gradients = [None] * len(tensors)
+    pairs = list(zip(tensors, [gradients] if isinstance(gradients, Tensor) else gradients, strict=True))
+    given["tensors"] = [_local(one) if isinstance(one, DividedLogits) else one for one, _ in pairs]
+    given["grad_tensors"] = [
+        _cut(gradient, one._division) if isinstance(one, DividedLogits) and gradient is not None else gradient
+        for one, gradient in pairs
+    ]
+    func(**given)
+
+
 def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(_local(args[0]))
 
@@ -409,45 +449,18 @@ def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
-def _variants(*names: str) -> list[Any]:
-    """The functions of these names in torch, of tensors and in `torch.nn.functional`."""
-    holders = (torch, Tensor, F)
-    return [getattr(holder, name) for name in names for holder in holders if callable(getattr(holder, name, None))]
-
-
-def _properties(*names: str) -> list[Any]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
-# Answered by the tensor without memory, which knows all of this of the whole logits.
-METADATA = {
-    *_variants("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex"),
-    *_variants("is_contiguous", "is_signed", "is_inference", "is_same_size", "get_device", "element_size"),
-    *(Tensor.__len__, Tensor.__hash__),
-    *_properties("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-    *_properties("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla"),
-    *_properties("is_mps", "is_xpu", "itemsize", "nbytes", "output_nr"),
-}
-
-
 def _handlers() -> dict[Any, _Handler]:
-    elementwise = (
-        "add sub subtract mul multiply div divide true_divide neg negative pow square sqrt exp log tanh sigmoid abs "
-        "clamp clamp_min clamp_max clip masked_fill where maximum minimum nan_to_num rsub __rsub__ __rdiv__ __pow__ "
-        "__rpow__ add_ sub_ mul_ div_ neg_ tanh_ clamp_ clamp_min_ clamp_max_ masked_fill_ __iadd__ __isub__ __imul__ "
-        "__idiv__ __itruediv__ __add__ __radd__ __sub__ __mul__ __rmul__ __div__ __truediv__ __neg__"
-    )
-    casts = "float half bfloat16 double to type type_as cpu cuda clone contiguous detach"
     found: dict[Any, _Handler] = {}
     for names, handler in (
-        (elementwise, _elementwise),
-        (casts, _cast),
+        (ELEMENTWISE, _elementwise),
+        (CASTS, _cast),
         ("narrow select index_select", _along(1)),
         ("unbind", _along(1, 0)),
         ("split chunk", _along(2, 0)),
         ("transpose swapaxes swapdims permute", _permute),
         ("flatten", _flatten),
         ("view reshape", _view),
+        ("view_as", _view_as),
         ("squeeze", _squeeze),
         ("unsqueeze", _unsqueeze),
         ("cross_entropy", _cross_entropy),
@@ -458,11 +471,12 @@ def _handlers() -> dict[Any, _Handler]:
         ("__repr__ __format__", _describe),
         ("data_ptr storage untyped_storage share_memory_ is_shared __reduce_ex__ __dlpack__", _refuse_function),
     ):
-        found.update(dict.fromkeys(_variants(*names.split()), handler))
-    found.update(dict.fromkeys(_properties("_base", "_version"), _of_local))
-    found.update(dict.fromkeys(_properties("grad"), _gradient))
-    found.update(dict.fromkeys(_properties("data"), _cast))
+        found.update(dict.fromkeys(variants(*names.split()), handler))
+    found.update(dict.fromkeys(properties("_base", "_version"), _of_local))
+    found.update(dict.fromkeys(properties("grad"), _gradient))
+    found.update(dict.fromkeys(properties("data"), _cast))
     found[torch.autograd.grad] = _refuse_function
+    found[torch.autograd.backward] = _backward
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.tensor._compat import map_first_tensor
 from lightning_par.parallel.tensor.verify import TOLERANCE, InDouble, describe
 
-Restore = Callable[[], None]
 # Rows of a rank in a trial: enough for a first, a last and others.
 _ROWS = 4
 
@@ -60,29 +60,26 @@ def local_rows(ids: Tensor, rows: int, start: int, here: int) -> tuple[Tensor, T
     return (ids - start).masked_fill(elsewhere, 0), elsewhere
 
 
-def hold_slices(module: nn.Module, slices: Mapping[str, Tensor], start: int) -> Restore:
+@contextmanager
+def holding(module: nn.Module, slices: Mapping[str, Tensor], start: int) -> Iterator[None]:
     """Let a module hold slices of its parameters, and its padding token by its number among them.
 
     Args:
         module: An embedding or a Linear.
         slices: Plain tensors by the names of its parameters.
         start: The first row of the slices.
-
-    Returns:
-        A function that brings back what it held.
     """
     parameters, padding = dict(module._parameters), getattr(module, "padding_idx", None)
     module._parameters.update(slices)  # type: ignore[arg-type]
     if padding is not None:
         here = slices["weight"].shape[0]
         vars(module)["padding_idx"] = padding - start if start <= padding < start + here else None
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         module._parameters.update(parameters)
         if padding is not None:
             vars(module)["padding_idx"] = padding
-
-    return restore
 
 
 def why_not_by_rows(module: nn.Module, call: Call, tp_size: int) -> str:
@@ -106,9 +103,9 @@ def why_not_by_rows(module: nn.Module, call: Call, tp_size: int) -> str:
     except Exception as error:  # The module's own code, with sizes it may not know.
         return f"a slice of {type(module).__name__} does not run ({describe(error)})"
     for name, value in expected.items():
-        error = (found[name] - value).abs().max().item() / max(value.abs().max().item(), 1e-300)
-        if not error <= TOLERANCE:
-            return f"{type(module).__name__} does not treat its rows alike (error {error:.1e} in the {name})"
+        difference = (found[name] - value).abs().max().item() / max(value.abs().max().item(), 1e-300)
+        if not difference <= TOLERANCE:
+            return f"{type(module).__name__} does not treat its rows alike (error {difference:.1e} in the {name})"
     return ""
 
 
@@ -154,39 +151,40 @@ def _arguments(twin: Any, call: Call, rows: int) -> tuple[Tensor, Any, Any]:
     return torch.randn(shape, generator=generator, dtype=torch.float64), args, kwargs
 
 
-def _slices(twin: nn.Module, ranks: int) -> list[dict[str, Tensor]]:
-    own = {name: param for name, param in twin._parameters.items() if param is not None}
-    pieces = {name: param.detach().clone().chunk(ranks) for name, param in own.items()}
-    return [{name: piece[rank].clone().requires_grad_() for name, piece in pieces.items()} for rank in range(ranks)]
+def _slices(twin: nn.Module, ranks: int) -> dict[str, list[Tensor]]:
+    """A slice of each parameter for each rank."""
+    own = {name: param.detach() for name, param in twin._parameters.items() if param is not None}
+    return {name: [part.clone().requires_grad_() for part in value.chunk(ranks)] for name, value in own.items()}
 
 
-def _gradients(out: Tensor, slices: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _numbers(out: Tensor, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The output, and the gradients of what several ranks have a slice of each."""
     cotangent = torch.sin(1 + 7.3 * torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
-    (out * cotangent).sum().backward()
-    gradients = {f"gradient of {name}": torch.cat([part[name].grad for part in slices]) for name in slices[0]}
-    return {"output": out.detach(), **gradients}
+    tensors = [tensor for slices in sources.values() for tensor in slices]
+    gradients = iter(torch.autograd.grad(out, tensors, cotangent))
+    found = {f"gradient of {name}": torch.cat([next(gradients) for _ in slices]) for name, slices in sources.items()}
+    return {"output": out.detach(), **found}
 
 
 def _embed(twin: nn.Module, ranks: int, ids: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
-    slices = _slices(twin, ranks)
-    here = len(slices[0]["weight"])
-    outs = []
-    for rank, own in enumerate(slices):
+    outs, slices = [], _slices(twin, ranks)
+    here = len(slices["weight"][0])
+    for rank in range(ranks):
         local, elsewhere = local_rows(ids, here * ranks, here * rank, here)
-        restore = hold_slices(twin, own, here * rank)
-        rank_args, rank_kwargs = map_first_tensor(lambda _, local=local: local, args, kwargs)
-        outs.append(twin(*rank_args, **rank_kwargs).masked_fill(elsewhere[..., None], 0))
-        restore()
-    return _gradients(torch.stack(outs).sum(0), slices)
+        rank_args, rank_kwargs = _with_first(local, args, kwargs)
+        with holding(twin, {name: pieces[rank] for name, pieces in slices.items()}, here * rank):
+            outs.append(twin(*rank_args, **rank_kwargs).masked_fill(elsewhere[..., None], 0))
+    return _numbers(torch.stack(outs).sum(0), slices)
 
 
 def _project(twin: nn.Module, ranks: int, x: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
-    slices, x = _slices(twin, ranks), x.clone().requires_grad_()
-    outs = []
-    for rank, own in enumerate(slices):
-        restore = hold_slices(twin, own, len(own["weight"]) * rank)
-        rank_args, rank_kwargs = map_first_tensor(lambda _: x, args, kwargs)
-        outs.append(twin(*rank_args, **rank_kwargs))
-        restore()
-    found = _gradients(torch.cat(outs, -1), slices)
-    return found | {"gradient of the input": x.grad}
+    outs, slices, x = [], _slices(twin, ranks), x.clone().requires_grad_()
+    args, kwargs = _with_first(x, args, kwargs)
+    for rank in range(ranks):
+        with holding(twin, {name: pieces[rank] for name, pieces in slices.items()}, 0):
+            outs.append(twin(*args, **kwargs))
+    return _numbers(torch.cat(outs, -1), {**slices, "the input": [x]})
+
+
+def _with_first(tensor: Tensor, args: Any, kwargs: Any) -> Any:
+    return map_first_tensor(lambda _: tensor, args, kwargs)

@@ -7,7 +7,8 @@ that any code of its own runs that treats rows alike; whether it does is tried b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from lightning_par.parallel.carried import carry_over
 from lightning_par.parallel.tensor._compat import map_first_tensor
 from lightning_par.parallel.tensor.collectives import gather, sum_gradients, sum_values
 from lightning_par.parallel.tensor.logits import Division, divide_logits, report_once
-from lightning_par.parallel.tensor.rows import Restore, hold_slices, local_rows
+from lightning_par.parallel.tensor.rows import holding, local_rows
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan
 
 
@@ -46,9 +47,9 @@ def divide_vocabulary(module: nn.Module, plan: VocabularyPlan, mesh: DeviceMesh,
     restore()
     group, report = mesh.get_group(), report_once()
     for name in plan.embeddings:
-        _divide_embedding(module.get_submodule(name), group)
+        _let_embed(module.get_submodule(name), group)
     for name in plan.heads:
-        _divide_head(module.get_submodule(name), group, report if loss_parallel and name not in plan.gathered else None)
+        _let_project(module.get_submodule(name), group, report if loss_parallel and name not in plan.gathered else None)
 
 
 def _divide_parameters(module: nn.Module, params: set[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -64,58 +65,57 @@ def _divide_parameters(module: nn.Module, params: set[nn.Parameter], mesh: Devic
                 owner.register_parameter(name, divided[param])
 
 
-def _divide_embedding(embedding: nn.Module, group: dist.ProcessGroup) -> None:
-    elsewhere: list[tuple[Tensor, Restore]] = []
+def _let_embed(embedding: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let an embedding look up the tokens of this rank's rows, and get the others from other ranks."""
+    undivided: Any = type(embedding).forward
 
-    def before(module: Any, args: Any, kwargs: Any) -> Any:
-        rows, here = module.weight.shape[0], module.weight.shape[0] // group.size()
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        rows = self.weight.shape[0]
+        here = rows // group.size()
+        masks: list[Tensor] = []
 
         def local(ids: Tensor) -> Tensor:
-            ids, mask = local_rows(ids, rows, here * group.rank(), here)
-            elsewhere.append((mask, _hold_slices(module, group)))
+            ids, elsewhere = local_rows(ids, rows, here * group.rank(), here)
+            masks.append(elsewhere)
             return ids
 
-        return map_first_tensor(local, args, kwargs)
+        args, kwargs = map_first_tensor(local, args, kwargs)
+        with _holding_slices(self, group):
+            out = undivided(self, *args, **kwargs)
+        return sum_values(out.masked_fill(masks[0][..., None], 0), group)
 
-    def after(module: nn.Module, args: Any, out: Tensor | None) -> Tensor | None:
-        if not elsewhere:  # `before` has failed
-            return out
-        mask, restore = elsewhere.pop()
-        restore()
-        return None if out is None else sum_values(out.masked_fill(mask[..., None], 0), group)
-
-    _surround(embedding, before, after)
+    _replace_forward(embedding, forward)
 
 
-def _divide_head(head: nn.Module, group: dist.ProcessGroup, report: Callable[[str], None] | None) -> None:
-    """Let a head return its slice of the logits with `report`, else all of them."""
-    whole: list[tuple[Division | None, Restore]] = []
+def _let_project(head: nn.Module, group: dist.ProcessGroup, report: Callable[[str], None] | None) -> None:
+    """Let a head compute this rank's slice of the logits, and return it if there is a `report`, else all of them."""
+    undivided: Any = type(head).forward
 
-    def before(module: Any, args: Any, kwargs: Any) -> Any:
-        division = Division(group, module.weight.shape[0], report) if report else None
-        whole.append((division, _hold_slices(module, group)))
-        return map_first_tensor(lambda x: sum_gradients(x, group), args, kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        classes = self.weight.shape[0]
+        args, kwargs = map_first_tensor(lambda x: sum_gradients(x, group), args, kwargs)
+        with _holding_slices(self, group):
+            out = undivided(self, *args, **kwargs)
+        return divide_logits(out, Division(group, classes, report)) if report else gather(out, -1, group)
 
-    def after(module: nn.Module, args: Any, out: Tensor | None) -> Tensor | None:
-        if not whole:
-            return out
-        division, restore = whole.pop()
-        restore()
-        if out is None:
-            return None
-        return divide_logits(out, division) if division else gather(out, -1, group)
-
-    _surround(head, before, after)
+    _replace_forward(head, forward)
 
 
-def _hold_slices(module: Any, group: dist.ProcessGroup) -> Restore:
+@contextmanager
+def _holding_slices(module: Any, group: dist.ProcessGroup) -> Iterator[None]:
     # Looked up at each call: FSDP replaces them, and the module may be a copy.
     parameters = {name: param for name, param in module._parameters.items() if param is not None}
+    if any(param.device_mesh.ndim > 1 for param in parameters.values()):
+        raise RuntimeError(
+            f"{type(module).__name__} is called past the module that gathers its parameters from the data ranks: call "
+            "the whole model, or make that method known with register_fsdp_forward_method"
+        )
     slices = {name: param.to_local() for name, param in parameters.items()}
-    return hold_slices(module, slices, module.weight.shape[0] // group.size() * group.rank())
+    with holding(module, slices, module.weight.shape[0] // group.size() * group.rank()):
+        yield
 
 
-def _surround(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    # The user's own hooks, outside, see what the undivided module takes and returns.
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, prepend=True, always_call=True)
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    # In a class of its own and not by hooks: those of the user see what the undivided module takes and returns.
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

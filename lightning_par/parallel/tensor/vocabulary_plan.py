@@ -20,8 +20,12 @@ from lightning_par.blocks import LARGE
 from lightning_par.errors import Problems
 from lightning_par.parallel._compat import leaves
 from lightning_par.parallel.tensor._compat import TorchFunctionMode, function_name
-from lightning_par.parallel.tensor.logits import METADATA
+from lightning_par.parallel.tensor.functions import METADATA
 from lightning_par.parallel.tensor.rows import Call, why_not_by_rows
+
+_GRADIENT: Any = Tensor.grad
+# Reading a gradient, as for its norm, is no use of the weight.
+_HARMLESS = {*METADATA, _GRADIENT.__get__}
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def _groups(module: nn.Module, blocks: Sequence[str]) -> list[_Group]:
     groups: list[_Group] = []
     for name, one in outside.items():
         if isinstance(one, nn.Embedding) or (isinstance(one, nn.Linear) and one.out_features in sizes):
-            modules, parameters = {name: one}, set(one.parameters(recurse=False))
+            modules: dict[str, nn.Module] = {name: one}
+            parameters = set(one.parameters(recurse=False))
             for other in [group for group in groups if group.parameters & parameters]:
                 groups.remove(other)
                 modules, parameters = other.modules | modules, other.parameters | parameters
@@ -220,7 +225,7 @@ class Watched(TorchFunctionMode):
         self._watched = {param for group in groups for param in group.parameters}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA and func != Tensor.grad.__get__:
+        if func not in _HARMLESS:
             for leaf in leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter) and leaf in self._watched and not self._running[leaf]:
                     self.reads.setdefault(leaf, function_name(func))
