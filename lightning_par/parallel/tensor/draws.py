@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from lightning_par.parallel.tensor.trace import LinearGroup, RandomDraw, trace_linears
 from lightning_par.parallel.tensor.verify import Trial
 
 
 def draws_in_training(trial: Trial) -> tuple[RandomDraw, ...]:
     """Run a copy of the trial's block in training mode and list where it draws random numbers."""
-    return trace_linears(copy.deepcopy(trial.block).train(), trial.args, trial.kwargs).draws
+    device = next((param.device for param in trial.block.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        return trace_linears(copy.deepcopy(trial.block).train(), trial.args, trial.kwargs).draws
 
 
 def draws_in_group(group: LinearGroup, draws: tuple[RandomDraw, ...]) -> bool:
