@@ -84,11 +84,12 @@ def with_sequence(
 
 
 def _reason(name: str, graph: LinearGraph, closest: Verdict) -> str:
+    found = f" (closest: {closest.describe()})"
     own = next((group for group in graph.groups if group.rows and not _common_module(group.names)), None)
     if own is not None:
-        calls = f"{name} computes from {', '.join(own.columns)} to {', '.join(own.rows)} in its own forward"
-        return f"{calls}, with the length of its input: move that, such as attention, into a module of its own"
-    return f"{name}: no place to put the sequence together gives the same numbers (closest: {closest.describe()})"
+        here = f"{name} computes from {', '.join(own.columns)} to {', '.join(own.rows)} in its own forward"
+        return f"{here}, with the length of its input{found}: move that, such as attention, into a module of its own"
+    return f"{name}: no place to put the sequence together gives the same numbers{found}"
 
 
 def _calls(trial: Trial) -> dict[str, _Call]:
@@ -169,11 +170,11 @@ def _proposals(
     options: list[list[SequenceEntry | None]] = []
     for number, group in enumerate(graph.groups):
         if group.names[0] in divided:
-            inner = [] if divided[group.names[0]].style == "gather" else _inner_places(group, draws, calls)
-            outer = [module for module in _ancestors(_common_module(group.names)) if module in calls]
-            entries = [entry(module, number) for module in inner]
-            wholes = [entry(module) for module in outer]
-            options.append([*entries, None, *wholes] if inner or not outer else [*wholes, None])
+            around = [entry(module) for module in _ancestors(_common_module(group.names)) if module in calls]
+            at_modules = [entry(module, number) for module in _inner_places(group, draws, calls)]
+            # None: at the Linears.
+            gathered = divided[group.names[0]].style == "gather"
+            options.append([*around, None] if gathered else [*at_modules, None, *around])
     whole_inputs = tuple(name for name in divided if not calls[name].hidden)
     for chosen in itertools.product(*options):
         entries = list(dict.fromkeys(filter(None, chosen)))
