@@ -13,16 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel._compat import leaves
 from lightning_par.parallel.tensor import BlockTensorPlan, SequenceEntry, cache, plan_block, shard_block, slice_sequence
-from lightning_par.parallel.tensor._compat import simulated_mesh
+from lightning_par.parallel.tensor._compat import DispatchMode, simulated_mesh
 from lightning_par.parallel.tensor.verify import InDouble, prepare, verify
 from lightning_par.testing import run_ranks
-from tensor_blocks import CASES, HEADS, TOKENS, WIDTH, Case, causal, difference, in_double, make, randomised, step, tp_mesh
+from tensor_blocks import (
+    CASES,
+    HEADS,
+    TOKENS,
+    WIDTH,
+    Case,
+    causal,
+    difference,
+    in_double,
+    make,
+    randomised,
+    step,
+    tp_mesh,
+)
 
 # Modules at which the whole sequence is put together, "|" those that run on it alike on all ranks; or why not.
 EXPECTED = {
@@ -197,6 +210,22 @@ def test_a_batch_is_never_taken_for_the_sequence() -> None:
 # Communication
 
 
+class Collectives(DispatchMode):
+    """Counts them; torch's `CommDebugMode` fails where a module is called twice, as the example's dropout is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        namespace, _, name = func._schema.name.partition("::")
+        if "c10d" in namespace and name.startswith(("all_", "reduce_", "broadcast")):
+            self.count[name] = self.count.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
 def count_collectives(name: str, plan: BlockTensorPlan) -> list[dict[str, int]]:
     case, mesh = in_double(make(name)), tp_mesh()
     hidden = case.args[0]
@@ -204,14 +233,11 @@ def count_collectives(name: str, plan: BlockTensorPlan) -> list[dict[str, int]]:
         hidden = hidden.chunk(2, plan.sequence.dim)[mesh.get_local_rank()]
     hidden = hidden.clone().requires_grad_()
     shard_block(case.block, plan, mesh)
-    counts = []
-    with CommDebugMode() as mode:
+    with Collectives() as forward:
         out = case.block(hidden, *case.args[1:], **case.kwargs)
-    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
-    with CommDebugMode() as mode:
+    with Collectives() as backward:
         next(leaf for leaf in leaves(out) if isinstance(leaf, Tensor)).sum().backward()
-    counts.append({str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()})
-    return counts
+    return [forward.count, backward.count]
 
 
 @pytest.mark.parametrize("name", ["example", "llama"])
@@ -242,7 +268,6 @@ def spoiled(plan: BlockTensorPlan, **changes: Any) -> BlockTensorPlan:
         ("torch_encoder", lambda plan: {"entries": ()}),
         ("bert", lambda plan: {"entries": (SequenceEntry("attention", (0,), plan.entries[0].group),)}),
         ("t5_decoder", lambda plan: {"whole_inputs": ("layer.1.EncDecAttention.q",), "entries": plan.entries[::2]}),
-        ("llama", lambda plan: {"dim": 0}),
     ],
 )
 def test_wrong_plans_are_rejected(name: str, spoil: Callable[[Any], dict[str, Any]]) -> None:

@@ -105,7 +105,7 @@ def _divide(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> None:
 
 
 def _entering(module: ModulePlan, plan: BlockTensorPlan, mesh: DeviceMesh) -> _Enter:
-    """How the input of a column, or of a gathered Linear, becomes whole on each rank, and what becomes of its gradient."""
+    """How each rank gets the whole input of a column or a gathered Linear, and what becomes of its gradient."""
     sequence = plan.sequence
     if sequence is None or sequence.is_whole(module.name) or module.name in sequence.whole_inputs:
         return lambda source: DTensor.from_local(source, mesh, [Replicate()], run_check=False)
@@ -113,9 +113,7 @@ def _entering(module: ModulePlan, plan: BlockTensorPlan, mesh: DeviceMesh) -> _E
     if sequence.entry_of(module.group) is None:
         return lambda source: whole_dtensor(source, dim, mesh)
     # What gathered the input before this sums the gradient.
-    return lambda source: DTensor.from_local(
-        source, mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
-    )
+    return lambda source: DTensor.from_local(source, mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
 
 
 def _entry(make: _Enter) -> tuple[_Enter, Callable[[], None]]:
@@ -138,9 +136,7 @@ def _entry(make: _Enter) -> tuple[_Enter, Callable[[], None]]:
     return enter, last.clear
 
 
-def _communicate(
-    linear: nn.Module, module: ModulePlan, plan: BlockTensorPlan, mesh: DeviceMesh, enter: _Enter
-) -> None:
+def _communicate(linear: nn.Module, module: ModulePlan, plan: BlockTensorPlan, mesh: DeviceMesh, enter: _Enter) -> None:
     """Let a divided Linear take and return plain tensors."""
     result: Placement = Replicate()
     if plan.sequence and not plan.sequence.is_whole(module.name):
@@ -232,7 +228,7 @@ def _sum_gradients(block: nn.Module, names: tuple[str, ...], mesh: DeviceMesh) -
             if parameters[key].requires_grad:
                 by_type.setdefault(parameters[key].dtype, []).append((parameters, key))
         for places in by_type.values():
-            summed = _SumGradients.apply(mesh, *(parameters[key] for parameters, key in places))  # type: ignore[no-untyped-call]
+            summed = _SumGradients.apply(mesh, *(parameters[key] for parameters, key in places))
             for (parameters, key), tensor in zip(places, summed, strict=True):
                 parameters[key] = tensor
 

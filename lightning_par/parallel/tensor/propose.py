@@ -125,7 +125,7 @@ def _find_plan(
         if _wish((name,), styles) in ("shard", "gather"):
             problems.add(f"{name} cannot be divided: {reason}", f'styles={{"{name}": "replicate"}}')
     plan, found = _divide_groups(trial, plan, graph, draws, mesh, styles)
-    problems.extend(found)
+    problems.extend(list(found))
     problems.raise_if_any()
     return with_sequence(trial, plan, graph, draws, mesh) if sequence_parallel else plan
 

@@ -64,7 +64,9 @@ def with_sequence(
     hidden = next(leaf for leaf in leaves((trial.args, trial.kwargs)) if isinstance(leaf, Tensor))
     if not hidden.is_floating_point() or hidden.dim() < 2:
         what = f"{hidden.dtype} of shape {tuple(hidden.shape)}"
-        return replace(plan, sequence_refused=f"the first tensor argument of {name} is {what}, which is no hidden state")
+        return replace(
+            plan, sequence_refused=f"the first tensor argument of {name} is {what}, which is no hidden state"
+        )
     calls = _calls(trial)
     dim = _sequence_dim(trial.block, calls[""])
     length, least = hidden.shape[dim], 2 * plan.tp_size

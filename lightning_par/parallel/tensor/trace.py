@@ -297,9 +297,13 @@ def trace_linears(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     linears = {name: module for name, module in block.named_modules() if is_linear(module)}
     tracer = _Tracer(block)
     handles: list[Any] = []
+
+    def leave(*_: Any) -> None:
+        tracer.running.pop()
+
     for name, module in block.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: tracer.running.append(name)))
-        handles.append(module.register_forward_hook(lambda *_: tracer.running.pop() and None))
+        handles.append(module.register_forward_hook(leave))
     for name, module in linears.items():
         before, after = _hooks(tracer, name)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

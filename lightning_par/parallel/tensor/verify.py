@@ -139,7 +139,7 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
     with _ranks(plan.tp_size, mesh, simulate) as used:
         try:
             shard_block(twin, plan, used)
-            found = _run(trial, twin, simulate, plan.sequence and (plan.sequence.dim, used))
+            found = _run(trial, twin, simulate, (plan.sequence.dim, used) if plan.sequence else None)
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
         except Exception as error:  # A wrong plan fails in the block's own code, in any way.
