@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -205,6 +206,54 @@ def test_a_batch_is_never_taken_for_the_sequence() -> None:
     case = make("nano")
     plan = plan_block(case.block, (torch.randn(4, 8, WIDTH),), sequence_parallel=True, use_cache=False)
     assert plan.sequence is None
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:
+        q, k, v = (
+            linear(of).view(*of.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+            for linear, of in ((self.q, x), (self.k, states), (self.v, states))
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), CrossAttention()
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x), states)
+
+
+def test_states_of_an_encoder_stay_whole() -> None:
+    block, states = Decoder(), torch.randn(2, 5, WIDTH, requires_grad=True)
+    args = (torch.randn(2, 8, WIDTH), states)
+    plan = plan_block(block, args, sequence_parallel=True, use_cache=False)
+    assert described(plan) == "attention|"
+    assert plan.sequence.entries[0].inputs == (0,)
+    assert plan.sequence.whole_inputs == ("attention.k", "attention.v")
+    # Their gradient is that of all heads.
+    assert not verify(prepare(block, args, {}), spoiled(plan, whole_inputs=())).accepted
+
+
+def inferred(plan: BlockTensorPlan) -> float:
+    chain = chained("llama", 2)
+    with torch.inference_mode(), InDouble():
+        expected = chain.block(*chain.args, **chain.kwargs)
+    divided(chain.block, plan, tp_mesh())
+    with torch.inference_mode(), InDouble():
+        found = chain.block(*chain.args, **chain.kwargs)
+    assert type(found) is Tensor
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_inference_gives_the_numbers_of_one_process() -> None:
+    assert max(run_ranks(2, inferred, planned("llama"))) < 1e-9
 
 
 # Communication

@@ -25,11 +25,13 @@ _OFFSET_STEP = 4
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that operators on a device draw from, or None where nothing is computed (meta)."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type != "cuda":
-        return None
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator if device.type == "cpu" else None
+    module = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return generator
 
 
 class Stream(NamedTuple):

@@ -123,10 +123,14 @@ def _mixes(module: nn.Module, call: _Call, dim: int) -> bool:
     if not call.hidden or any(tensor.dim() < dim + 2 or tensor.shape[dim] < 3 for tensor in call.hidden.values()):
         return False
     others = {id(tensor): _with_other_ends(tensor, dim) for tensor in call.hidden.values()}
-    with torch.no_grad(), InDouble():
-        before = _first_tensor(module(*call.args, **call.kwargs))
-        args = [others.get(id(arg), arg) for arg in call.args]
-        after = _first_tensor(module(*args, **{name: others.get(id(arg), arg) for name, arg in call.kwargs.items()}))
+    args = [others.get(id(arg), arg) for arg in call.args]
+    kwargs = {name: others.get(id(arg), arg) for name, arg in call.kwargs.items()}
+    try:
+        with torch.no_grad(), InDouble():
+            before = _first_tensor(module(*call.args, **call.kwargs))
+            after = _first_tensor(module(*args, **kwargs))
+    except Exception:  # It runs nowhere but in the block, so nothing is known of it.
+        return True
     length = next(iter(call.hidden.values())).shape[dim]
     if before.dim() <= dim or before.shape[dim] != length:
         return True
