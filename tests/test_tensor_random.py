@@ -139,7 +139,7 @@ def test_what_cannot_be_told_apart_is_not_divided() -> None:
 # Steps on two ranks
 
 
-def train(plan: BlockTensorPlan, slices: bool, recompute: bool, mlp: bool = True) -> dict[str, Any]:
+def train(plan: BlockTensorPlan, slices: bool, how: str = "", mlp: bool = True) -> dict[str, Any]:
     """Two forwards and then two backwards: masks, gradients, and what the default generator draws next."""
     mesh = tp_mesh()
     torch.manual_seed(0)
@@ -150,11 +150,13 @@ def train(plan: BlockTensorPlan, slices: bool, recompute: bool, mlp: bool = True
         if isinstance(module, nn.Dropout):
             note = masks.setdefault(name, [])
             module.register_forward_hook(lambda _, args, out, note=note: note.append((out == 0).clone()))
-    if recompute:
+    if how == "recompute":
         forward = block.forward
         block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
     if slices:
         slice_sequence([block], mesh, 1)
+    if how == "compile":
+        block.compile(backend="eager")
     losses = [block(x.requires_grad_()).square().sum() for x in inputs.unbind()]
     following = draw()
     for loss in losses:
@@ -170,7 +172,7 @@ def whole(plan: BlockTensorPlan, slices: bool) -> BlockTensorPlan:
 @pytest.mark.parametrize("slices", [False, True])
 def test_masks_are_equal_or_independent(slices: bool) -> None:
     plan = whole(planned(Block()), slices)
-    first, second = run_ranks(2, train, plan, slices, False)
+    first, second = run_ranks(2, train, plan, slices)
     for mine, other in zip(first["masks"]["mlp.inner"], second["masks"]["mlp.inner"], strict=True):
         assert not torch.equal(mine, other)
     for mine, other in zip(first["masks"]["residual"], second["masks"]["residual"], strict=True):
@@ -182,12 +184,21 @@ def test_masks_are_equal_or_independent(slices: bool) -> None:
         assert torch.allclose(gradient, second["gradients"][name], rtol=0, atol=1e-12), name
 
 
+def same_masks(slices: bool, how: str, mlp: bool = True) -> None:
+    plan = whole(planned(Block(mlp)), slices)
+    plain, other = (run_ranks(2, train, plan, slices, way, mlp) for way in ("", how))
+    for mine, its in zip(plain, other, strict=True):
+        assert torch.equal(mine["next"], its["next"])
+        for name, gradient in mine["gradients"].items():
+            assert torch.allclose(gradient, its["gradients"][name], rtol=0, atol=1e-12), name
+
+
 @pytest.mark.parametrize(("slices", "mlp"), [(False, True), (True, True), (True, False)])
 def test_recomputation_replays_the_masks(slices: bool, mlp: bool) -> None:
-    plan = whole(planned(Block(mlp)), slices)
-    for plain, again in zip(
-        run_ranks(2, train, plan, slices, False, mlp), run_ranks(2, train, plan, slices, True, mlp), strict=True
-    ):
-        assert torch.equal(plain["next"], again["next"])
-        for name, gradient in plain["gradients"].items():
-            assert torch.allclose(gradient, again["gradients"][name], rtol=0, atol=1e-12), name
+    same_masks(slices, "recompute", mlp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [False, True])
+def test_compilation_keeps_the_masks(slices: bool) -> None:
+    same_masks(slices, "compile")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from lightning_par.parallel._compat import not_compiled
 from lightning_par.parallel.carried import carry_over
 from lightning_par.parallel.shards import full_tensor, sharded_like
 from lightning_par.parallel.tensor._compat import map_first_tensor
@@ -153,8 +154,9 @@ def _communicate(linear: nn.Module, module: ModulePlan, plan: BlockTensorPlan, m
         last = out.dim() - 1
         return out.redistribute(placements=[Shard(last) if "column" in module.style else result]).to_local()
 
-    linear.register_forward_pre_hook(before, with_kwargs=True)
-    linear.register_forward_hook(after)
+    # The compiler fails on DTensors that it meets in hooks with several shapes.
+    linear.register_forward_pre_hook(not_compiled(before), with_kwargs=True)
+    linear.register_forward_hook(not_compiled(after))
 
 
 def _run_on_whole(module: nn.Module, entry: SequenceEntry, dim: int, mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_par.parallel._compat import leaves
+from lightning_par.parallel._compat import leaves, not_compiled
 from lightning_par.parallel.random import Stream, begin_own_stream, begin_shared_stream
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 
@@ -38,21 +38,22 @@ def separate_streams(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) 
             if (started := stream(device, mesh.get_local_rank(), *options)) is not None:
                 begun[key] = started
 
-        return hook
+        return not_compiled(hook)
 
     def end(key: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if key in begun:
                 begun.pop(key).end()
 
-        return hook
+        return not_compiled(hook)
 
+    @not_compiled
     def end_all(*_: Any) -> None:
         for stream in reversed([begun.pop(key) for key in list(begun)]):
             stream.end()
 
     # What a recomputation has left; checkpointing has brought back the generator itself.
-    block.register_forward_pre_hook(lambda *_: begun.clear())
+    block.register_forward_pre_hook(not_compiled(lambda *_: begun.clear()))
     if sequence is not None and slices_draw:
         block.register_forward_pre_hook(begin("block", begin_own_stream), with_kwargs=True)
         for number, entry in enumerate(sequence.entries):
