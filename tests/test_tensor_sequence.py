@@ -241,6 +241,49 @@ def test_states_of_an_encoder_stay_whole() -> None:
     assert not verify(prepare(block, args, {}), spoiled(plan, whole_inputs=())).accepted
 
 
+class Experts(nn.Module):
+    """All experts for all tokens, which come in one row."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares = self.router(tokens).softmax(-1).unbind(-1)
+        return sum(s[:, None] * e(tokens) for s, e in zip(shares, self.experts, strict=True)).view_as(x)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(WIDTH), Experts(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x))
+
+
+def test_divided_experts_get_the_tokens_of_the_whole_sequence() -> None:
+    plan = plan_block(Sparse(), (torch.randn(2, 8, WIDTH),), sequence_parallel=True, use_cache=False)
+    assert described(plan) == "|moe"
+    assert plan["moe.experts.0.0"].style == "column"
+    assert plan.sequence.partial_gradients == ("norm.weight", "norm.bias")
+
+
+def test_a_call_without_the_slices_is_refused() -> None:
+    block = Decoder()
+    plan = plan_block(
+        block, (torch.randn(2, 8, WIDTH), torch.randn(2, 5, WIDTH)), sequence_parallel=True, use_cache=False
+    )
+    with simulated_mesh(2) as mesh:
+        shard_block(block, plan, mesh)
+        with pytest.raises(ParallelConfigError, match="attention is called without its argument 0"):
+            block.attention(x=torch.randn(2, 4, WIDTH), states=torch.randn(2, 5, WIDTH))
+
+
 def inferred(plan: BlockTensorPlan) -> float:
     chain = chained("llama", 2)
     with torch.inference_mode(), InDouble():

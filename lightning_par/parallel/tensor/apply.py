@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import not_compiled
 from lightning_par.parallel.carried import carry_over
 from lightning_par.parallel.shards import full_tensor, sharded_like
@@ -36,11 +37,12 @@ def shard_block(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> No
 
     Args:
         block: The block the plan is for, or one of the same class and sizes.
-        plan: From `plan_block`.
+        plan: From `plan_block`. With a `sequence` the block then takes and returns slices: see `slice_sequence`.
         mesh: One-dimensional, of `plan.tp_size` ranks.
 
     Raises:
         ValueError: If the mesh has another size.
+        ParallelConfigError: In a forward, if a module is called with other arguments than in the plan's example.
     """
     if mesh.ndim != 1 or mesh.size() != plan.tp_size:
         raise ValueError(f"the plan is for {plan.tp_size} ranks in one dimension, the mesh is {tuple(mesh.shape)}")
@@ -166,7 +168,12 @@ def _run_on_whole(module: nn.Module, entry: SequenceEntry, dim: int, mesh: Devic
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         given: dict[int | str, Tensor] = dict(enumerate(args)) | kwargs
         # What is passed twice, as query and as key, is gathered once.
-        parts = {id(given[key]): given[key] for key in entry.inputs if key in given}
+        if missing := [str(key) for key in entry.inputs if not isinstance(given.get(key), Tensor)]:
+            what = (
+                f"{entry.module} is called without its argument {', '.join(missing)}, which is a slice of the sequence"
+            )
+            raise ParallelConfigError(Problem(what, "plan with an example that is called as in training"))
+        parts = {id(given[key]): given[key] for key in entry.inputs}
         whole = {identity: gather(part, dim, mesh) for identity, part in parts.items()}
         args = tuple(whole.get(id(arg), arg) for arg in args)
         return args, {name: whole.get(id(arg), arg) for name, arg in kwargs.items()}

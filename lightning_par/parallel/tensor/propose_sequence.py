@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def with_sequence(
 
 
 def _reason(name: str, graph: LinearGraph, closest: Verdict) -> str:
-    found = f" (closest: {closest.describe()})"
+    found = f" (closest: {closest.describe()})" if closest.worst else ""
     own = next((group for group in graph.groups if group.rows and not _common_module(group.names)), None)
     if own is not None:
         here = f"{name} computes from {', '.join(own.columns)} to {', '.join(own.rows)} in its own forward"
@@ -161,10 +161,13 @@ def _proposals(
     """Ways to put the sequence together, those with the least communication and work first."""
     length = _first_tensor((trial.args, trial.kwargs)).shape[dim]
 
-    def entry(module: str, group: int = -1) -> SequenceEntry:
+    def parts(module: str) -> tuple[int | str, ...]:
+        """Arguments that are slices; the tokens of an expert, say, are none."""
         hidden = calls[module].hidden.items()
-        parts = tuple(key for key, tensor in hidden if tensor.dim() > dim and tensor.shape[dim] == length)
-        return SequenceEntry(module, parts, group)
+        return tuple(key for key, tensor in hidden if tensor.dim() > dim and tensor.shape[dim] == length)
+
+    def entries_at(modules: Iterable[str], group: int = -1) -> list[SequenceEntry]:
+        return [SequenceEntry(name, parts(name), group) for name in modules if name in calls and parts(name)]
 
     @functools.cache
     def needs_whole(module: str) -> bool:
@@ -176,26 +179,29 @@ def _proposals(
     options: list[list[SequenceEntry | None]] = []
     for number, group in enumerate(graph.groups):
         if group.names[0] in divided:
-            around = [entry(module) for module in _ancestors(_common_module(group.names)) if module in calls]
-            at_modules = [entry(module, number) for module in _inner_places(group, draws, calls)]
-            # None: at the Linears.
+            around = entries_at(_ancestors(_common_module(group.names)))
+            at_modules = entries_at(_inner_places(group, draws), number)
+            at_linears = [None] if all(parts(name) or not calls[name].hidden for name in group.columns) else []
             gathered = divided[group.names[0]].style == "gather"
-            options.append([*around, None] if gathered else [*at_modules, None, *around])
+            options.append([*around, *at_linears] if gathered else [*at_modules, *at_linears, *around])
     whole_inputs = tuple(name for name in divided if not calls[name].hidden)
+    seen: set[SequencePlan] = set()
     for chosen in itertools.product(*options):
         entries = list(dict.fromkeys(filter(None, chosen)))
         modules = {entry.module for entry in entries}
         if all(not _inside(module, modules - {module}) for module in modules):
-            entries += map(entry, _undivided(trial.block, "", modules, divided, calls, needs_whole))
+            entries += entries_at(_undivided(trial.block, "", modules, divided, calls, needs_whole))
             sequence = SequencePlan(dim, tuple(entries), whole_inputs, random=bool(draws))
-            yield replace(sequence, partial_gradients=_partial_gradients(trial, plan, sequence))
+            if sequence not in seen:
+                seen.add(sequence)
+                yield replace(sequence, partial_gradients=_partial_gradients(trial, plan, sequence))
 
 
-def _inner_places(group: LinearGroup, draws: tuple[RandomDraw, ...], calls: dict[str, _Call]) -> list[str]:
+def _inner_places(group: LinearGroup, draws: tuple[RandomDraw, ...]) -> list[str]:
     """Modules at whose entry the input of a group's columns can be put together, the outermost first."""
     outermost = _common_module(group.names)
     between = [name for name in _ancestors(_common_module(group.columns)) if outermost and _inside(name, {outermost})]
-    return [name for name in reversed(between) if name in calls and not draws_on_whole(name, group, draws)]
+    return [name for name in reversed(between) if not draws_on_whole(name, group, draws)]
 
 
 def _undivided(
