@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from lightning_par.parallel.tensor import plan_block, shard_block
 from lightning_par.parallel.tensor._compat import simulated_mesh
 from lightning_par.parallel.tensor.verify import InDouble
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
-from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
+from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary, watching
 from lightning_par.testing import RanksFailed, run_ranks
 from tensor_blocks import captured, tp_mesh
 
@@ -154,9 +154,20 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=labels).loss
 
 
+def seen_plan(
+    model: nn.Module, blocks: Sequence[str], tp_size: int, run: Callable[[], Any] | None = None
+) -> VocabularyPlan:
+    """The plan with what one run shows, if there is one."""
+    if run is None:
+        return plan_vocabulary(model, blocks, tp_size)
+    with watching(model, blocks) as watched:
+        run()
+    return plan_vocabulary(model, blocks, tp_size, watched)
+
+
 def plan_of(model: nn.Module, tp_size: int = 2) -> VocabularyPlan:
     blocks = ["block"] if isinstance(model, Tiny) else find_blocks(model).names
-    return plan_vocabulary(model, blocks, tp_size, lambda: loss_of(model, tokens()))
+    return seen_plan(model, blocks, tp_size, lambda: loss_of(model, tokens()))
 
 
 def compare(model: nn.Module, expected: dict[str, Tensor], rows: slice = slice(None), ids: Any = None) -> float:
@@ -466,18 +477,18 @@ def test_an_embedding_with_a_forward_of_its_own_is_divided_if_rows_are_alike() -
 
 def test_a_plan_without_an_example() -> None:
     model = Tiny(tied=True, bias=False)
-    plan = plan_vocabulary(model, ["block"], 2)
+    plan = seen_plan(model, ["block"], 2)
     assert (plan.embeddings, plan.heads) == (("tokens",), ("head",))
     assert plan.sharded_share == VOCABULARY * 6 / sum(p.numel() for p in model.parameters())
     assert "tokens: embedding, rows divided" in plan.report()
     model.kept = model.tokens.weight
-    assert "its parameter is kept too" in plan_vocabulary(model, ["block"], 2).reasons["tokens"]
+    assert "its parameter is kept too" in seen_plan(model, ["block"], 2).reasons["tokens"]
 
 
 def test_small_embeddings_and_blocks_are_left_alone() -> None:
     model = changed(block=nn.Sequential(nn.Linear(6, 3000), nn.Linear(3000, 6)), head=nn.Identity())
-    assert "less than 2%" in plan_vocabulary(model, ["block"], 2).reasons["tokens"]
-    assert plan_vocabulary(Tiny(), ["tokens", "head"], 2) == VocabularyPlan(2)
+    assert "less than 2%" in seen_plan(model, ["block"], 2).reasons["tokens"]
+    assert seen_plan(Tiny(), ["tokens", "head"], 2) == VocabularyPlan(2)
 
 
 def test_what_users_attach_stays() -> None:

@@ -75,6 +75,7 @@ class ParallelOptions:
         sync_every_batch: Reduce gradients in each accumulation step; "auto": for ZeRO-2, ZeRO-3 and HSDP.
         tp_plan: How Linears are divided over the tp ranks: "auto", or styles by globs of names, or a function of the
             model that returns such (see `tensor.STYLES`). What no glob names is found out.
+        sequence_parallel: Cut the sequence over the tp ranks inside the blocks.
         loss_parallel: "auto" leaves logits divided over the vocabulary where the loss can be computed so; False gathers
             them.
         verify: "auto" trusts a tensor-parallel plan that was verified before with the same code; "always" does it anew.
@@ -88,6 +89,7 @@ class ParallelOptions:
     cpu_offload: bool = False
     sync_every_batch: bool | Literal["auto"] = "auto"
     tp_plan: TensorPlanOption = "auto"
+    sequence_parallel: bool = False
     loss_parallel: Literal["auto", False] = "auto"
     verify: Literal["auto", "always"] = "auto"
 
@@ -106,6 +108,8 @@ class ParallelOptions:
             used.add("compile")
         if self.cpu_offload:
             used.add("cpu offload")
+        if self.sequence_parallel:
+            used.add("sequence parallel")
         return used
 
     def problems(self, layout: ParallelLayout, policy: PrecisionPolicy) -> list[Problem]:
@@ -123,6 +127,8 @@ class ParallelOptions:
             problems.add(f"loss_parallel is {self.loss_parallel!r}; it is 'auto' or False", "loss_parallel='auto'")
         if self.verify not in ("auto", "always"):
             problems.add(f"verify is {self.verify!r}; it is 'auto' or 'always'", "verify='auto'")
+        if layout.tp_size == 1 and self.sequence_parallel:
+            problems.add("sequence_parallel cuts the sequence over tp ranks, and tp_size is 1", "tp_size=2")
         if layout.tp_size == 1 and self.tp_plan != "auto":
             problems.add("tp_plan says how to divide over tp ranks, and tp_size is 1", "tp_size=2")
         reshard = self.reshard_after_forward
@@ -280,6 +286,8 @@ def parallelize(
         handle = _apply_data(module, mesh, plan, policy, options, replicated)
         initial.materialize(module, torch.device("cpu") if options.cpu_offload else device)
         _buffers_to(module, device)
+    if tensor_plan is not None:
+        tensor.slice_chains(module, tensor_plan, mesh.mesh("tp"))
     if handle.units is not None:
         data.register_forward_methods(module, handle.units, forward_methods)
         _compat_fsdp.finalize_fsdp(module)
@@ -389,6 +397,7 @@ def _plan_tensors(
                 layout.tp_size,
                 seen=seen,
                 tp_plan=options.tp_plan,
+                sequence_parallel=options.sequence_parallel,
                 mesh=mesh.mesh("tp"),
                 use_cache=options.verify == "auto",
             )

@@ -37,6 +37,7 @@ FEATURES: dict[str, Capability] = {
     "zero3": WORKS,
     "hsdp": WORKS,
     "tp": WORKS,
+    "sequence parallel": WORKS,
     "cp": Capability("planned", "context parallelism has no implementation yet", "cp_size=1"),
     "pp": Capability("planned", "pipeline parallelism has no implementation yet", "pp_size=1"),
     "ep": Capability("planned", "expert parallelism has no implementation yet", "ep_size=1"),
@@ -100,7 +101,7 @@ def problems_of(features: Collection[str]) -> list[Problem]:
 
 def markdown_table() -> str:
     """Render the table of the docs: layouts in rows, options in columns, reasons below."""
-    layouts = ["ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "cp", "pp", "ep"]
+    layouts = ["ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "sequence parallel", "cp", "pp", "ep"]
     options = [name for name in FEATURES if name not in layouts]
     notes: list[str] = []
 

@@ -46,7 +46,14 @@ def explain(
     share = 1.0
     if resolved.tp_size > 1:
         seen = tensor.observe(module, plan.names, tensor.examples_of(module, plan.names, example_inputs))
-        divided = tensor.plan_model(module, plan.names, resolved.tp_size, seen=seen, tp_plan=options.tp_plan)
+        divided = tensor.plan_model(
+            module,
+            plan.names,
+            resolved.tp_size,
+            seen=seen,
+            tp_plan=options.tp_plan,
+            sequence_parallel=options.sequence_parallel,
+        )
         sections.append(("Tensor parallel", divided.report()))
         share -= divided.divided_numel / divided.total_numel * (1 - 1 / resolved.tp_size)
     sections += [

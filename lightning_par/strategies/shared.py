@@ -92,6 +92,8 @@ class MeshShell:
         tp_plan: How Linears are divided over the tp ranks: ``"auto"``, or by globs of module names ``"shard"``,
             ``"gather"`` or ``"replicate"`` (or the words of Hugging Face's plans), or a function of the model that
             returns such.
+        sequence_parallel: Cut the sequence over the tp ranks inside the blocks, so that norms and what is saved for
+            backward between the Linears are divided too.
         loss_parallel: ``"auto"`` leaves logits divided over the vocabulary where the step computes its loss with
             ``F.cross_entropy``; ``False`` gathers them.
         verify: ``"always"`` compares a divided block with the undivided one at each start; ``"auto"`` trusts what was
@@ -144,6 +146,7 @@ class MeshShell:
         cpu_offload: bool = False,
         sync_every_batch: bool | Literal["auto"] = "auto",
         tp_plan: Literal["auto"] | dict[str, str] | Callable[[nn.Module], dict[str, str]] = "auto",
+        sequence_parallel: bool = False,
         loss_parallel: Literal["auto", False] = "auto",
         verify: Literal["auto", "always"] = "auto",
         example_inputs: Any = None,
@@ -163,6 +166,7 @@ class MeshShell:
             cpu_offload=cpu_offload,
             sync_every_batch=sync_every_batch,
             tp_plan=tp_plan,
+            sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
             verify=verify,
         )

@@ -3,9 +3,17 @@
 from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import Example, examples_of, observe
 from lightning_par.parallel.tensor.logits import DividedLogits, gather_logits
-from lightning_par.parallel.tensor.model import STYLES, ModelTensorPlan, TensorPlanOption, plan_model, shard_model
-from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
+from lightning_par.parallel.tensor.model import (
+    STYLES,
+    ModelTensorPlan,
+    TensorPlanOption,
+    plan_model,
+    shard_model,
+    slice_chains,
+)
+from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan, SequenceEntry, SequencePlan
 from lightning_par.parallel.tensor.propose import plan_block
+from lightning_par.parallel.tensor.sequence import slice_sequence
 from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, LinearNode, trace_linears
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
@@ -21,6 +29,8 @@ __all__ = [
     "LinearNode",
     "ModelTensorPlan",
     "ModulePlan",
+    "SequenceEntry",
+    "SequencePlan",
     "TensorPlanOption",
     "VocabularyPlan",
     "divide_vocabulary",
@@ -28,10 +38,11 @@ __all__ = [
     "gather_logits",
     "observe",
     "plan_block",
-    "plan_block",
     "plan_model",
     "plan_vocabulary",
     "shard_block",
     "shard_model",
+    "slice_chains",
+    "slice_sequence",
     "trace_linears",
 ]

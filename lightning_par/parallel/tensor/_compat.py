@@ -70,9 +70,9 @@ def like_tensor(cls: type[T], part: Tensor, shape: tuple[int, ...], strides: tup
     return made
 
 
-def map_first_tensor(function: Callable[[Tensor], Any], args: Any, kwargs: Any) -> Any:
-    """Replace the first tensor among arguments (`torch.utils._pytree`, torch >= 2.2)."""
-    flat, spec = tree_flatten((args, kwargs))
+def map_first_tensor(function: Callable[[Tensor], Any], *data: Any) -> Any:
+    """Replace the first tensor in nested containers, such as (args, kwargs) (`torch.utils._pytree`, torch >= 2.2)."""
+    flat, spec = tree_flatten(data)
     first = next(i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor))
     flat[first] = function(flat[first])
     return tree_unflatten(flat, spec)

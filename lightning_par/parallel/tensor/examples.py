@@ -22,7 +22,7 @@ from lightning_par.parallel.tensor.vocabulary_plan import Watched, watching
 log = logging.getLogger(__name__)
 
 # Positions and samples of an input that is made up.
-_POSITIONS, _SAMPLES = 8, 2
+_POSITIONS, _SAMPLES = 32, 2
 # A model of more parameters takes long to run on a CPU.
 _LARGE = 200_000_000
 

@@ -18,12 +18,15 @@ from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import Call, Seen, first_of_each_kind, guessed_call, kind_of, with_values
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 from lightning_par.parallel.tensor.propose import Wish, plan_block
+from lightning_par.parallel.tensor.sequence import slice_sequence
 from lightning_par.parallel.tensor.trace import is_linear
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
 
 TensorStyles = Mapping[str, str]
 TensorPlanOption = Literal["auto"] | TensorStyles | Callable[[nn.Module], TensorStyles]
+
+_NO_SLICES = "sequence_parallel=False"
 
 # The words of Hugging Face's plans (`transformers.distributed.tensor_parallel`, 5.24) and what they wish for. None:
 # how such a module is treated follows from the Linears beside it, and is found out.
@@ -54,6 +57,7 @@ class ModelTensorPlan:
 
     Attributes:
         tp_size: Number of ranks.
+        blocks: Names of all blocks, in the order of registration.
         families: Names of blocks that are alike, with their plan.
         vocabulary: The plan of embedding and head.
         total_numel: Parameters of the model.
@@ -61,6 +65,7 @@ class ModelTensorPlan:
     """
 
     tp_size: int
+    blocks: tuple[str, ...]
     families: tuple[tuple[tuple[str, ...], BlockTensorPlan], ...]
     vocabulary: VocabularyPlan
     total_numel: int
@@ -92,6 +97,7 @@ def plan_model(
     *,
     seen: Seen | None = None,
     tp_plan: TensorPlanOption = "auto",
+    sequence_parallel: bool = False,
     mesh: DeviceMesh | None = None,
     use_cache: bool = True,
 ) -> ModelTensorPlan:
@@ -104,6 +110,7 @@ def plan_model(
         seen: What `observe` saw; without it, blocks that take one tensor are planned with a made-up one.
         tp_plan: "auto", or styles by glob of module names, or a function of the model that returns such; `STYLES` lists
             them. What no glob names is found out.
+        sequence_parallel: Whether blocks take and return slices of the sequence.
         mesh: The tensor-parallel mesh; needed once a process group is initialised.
         use_cache: Whether plans on disk are read and written.
 
@@ -119,22 +126,41 @@ def plan_model(
         call = seen.calls[first[kind_of(module.get_submodule(names[0]))]] if seen else None
         try:
             args, kwargs = with_values(call) if call else guessed_call(block)
-            plan = plan_block(block, args, kwargs, tp_size, mesh=mesh, styles=own, use_cache=use_cache)
+            plan = plan_block(
+                block,
+                args,
+                kwargs,
+                tp_size,
+                mesh=mesh,
+                styles=own,
+                sequence_parallel=sequence_parallel,
+                use_cache=use_cache,
+            )
         except ParallelConfigError as error:
             problems.extend([_of(block, problem) for problem in error.problems])
             continue
         problems.extend([_of(block, problem) for problem in plan.misfits])
+        if sequence_parallel and plan.sequence is None:
+            why = plan.sequence_refused or "nothing of it is divided"
+            problems.add(f"{type(block).__name__} cannot compute with slices of the sequence: {why}", _NO_SLICES)
         planned.append((names, plan))
     outside = {name: wish for name, wish in wishes.items() if not any(_is_inside(name, block) for block in blocks)}
     vocabulary = plan_vocabulary(module, blocks, tp_size, seen.watched if seen else None, wishes=outside)
     total = sum(p.numel() for p in module.parameters())
     result = ModelTensorPlan(
-        tp_size, tuple(planned), vocabulary, total, seen.source if seen else "a made-up input of each block"
+        tp_size,
+        tuple(blocks),
+        tuple(planned),
+        vocabulary,
+        total,
+        seen.source if seen else "a made-up input of each block",
     )
     if not problems and not result.divided_numel:
-        why = sorted({module.reason for _, plan in planned for module in plan.modules if module.reason})
-        why += [f"{name}: {reason}" for name, reason in vocabulary.reasons.items()]
-        problems.add(f"nothing of {type(module).__name__} can be divided over tp ranks: {'; '.join(why)}", "tp_size=1")
+        reasons = sorted({module.reason for _, plan in planned for module in plan.modules if module.reason})
+        reasons += [f"{name}: {reason}" for name, reason in vocabulary.reasons.items()]
+        problems.add(
+            f"nothing of {type(module).__name__} can be divided over tp ranks: {'; '.join(reasons)}", "tp_size=1"
+        )
     problems.raise_if_any()
     return result
 
@@ -164,6 +190,20 @@ def shard_model(
             shard_block(module.get_submodule(name), block_plan, mesh)
     materialize(plan.vocabulary.names)
     divide_vocabulary(module, plan.vocabulary, mesh, loss_parallel=loss_parallel)
+
+
+def slice_chains(module: nn.Module, plan: ModelTensorPlan, mesh: DeviceMesh) -> None:
+    """Cut the sequence before each chain of blocks, and gather it after; the last of all changes to a module.
+
+    Blocks in one container are one chain, in the order of registration. Does nothing for a plan without slices.
+    """
+    dims = {name: block.sequence.dim for names, block in plan.families for name in names if block.sequence is not None}
+    chains: dict[str, list[str]] = {}
+    for name in plan.blocks:
+        if name in dims:
+            chains.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in chains.values():
+        slice_sequence([module.get_submodule(name) for name in names], mesh, dims[names[0]])
 
 
 def _wishes(module: nn.Module, tp_plan: TensorPlanOption) -> dict[str, Wish]:

@@ -51,6 +51,51 @@ class AttributePatch:
 
 
 @dataclass(frozen=True)
+class SequenceEntry:
+    """Where the whole sequence is put together from the slices of the ranks.
+
+    Attributes:
+        module: The module's name in the block.
+        inputs: Positions and keywords of its arguments that are slices.
+        group: The divided group that begins there: it ends in a sum that leaves each rank its slice again. -1: the
+            module runs alike on all ranks, which then cut its output.
+    """
+
+    module: str
+    inputs: tuple[int | str, ...]
+    group: int = -1
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """How a block computes with a slice of the sequence on each rank (Korthikanti et al. 2022, arXiv:2205.05198).
+
+    Attributes:
+        dim: The dimension of the hidden state, the block's first tensor argument, that is the sequence.
+        entries: Where it is whole. A group that is not named is entered at its Linears, or lies in a module that is
+            whole.
+        whole_inputs: Columns whose input is whole as it is, such as that of keys in cross-attention.
+        partial_gradients: Replicated parameters of which each rank has only a part of the gradient; it includes those
+            of the plan.
+        random: Whether the block draws random numbers in training.
+    """
+
+    dim: int
+    entries: tuple[SequenceEntry, ...] = ()
+    whole_inputs: tuple[str, ...] = ()
+    partial_gradients: tuple[str, ...] = ()
+    random: bool = False
+
+    def entry_of(self, group: int) -> SequenceEntry | None:
+        """The entry of a group at a module, if it has one."""
+        return next((entry for entry in self.entries if entry.group == group), None)
+
+    def is_whole(self, module: str) -> bool:
+        """Whether a module lies in one that all ranks run alike."""
+        return any(f"{module}.".startswith(f"{entry.module}.") for entry in self.entries if entry.group == -1)
+
+
+@dataclass(frozen=True)
 class BlockTensorPlan:
     """How one block is divided over `tp_size` ranks.
 
@@ -59,6 +104,9 @@ class BlockTensorPlan:
         modules: One entry for each module that holds parameters.
         patches: Attributes to change.
         partial_gradients: Replicated parameters of which each rank has only a part of the gradient.
+        random_groups: Groups in which random numbers are drawn in training, for its own features on each rank.
+        sequence: How it computes with slices of the sequence, if that was asked for and can be done.
+        sequence_refused: Why it cannot.
         verified: How it was compared with the undivided block, and with which error.
         misfits: Sizes that `tp_size` does not divide, so that what nobody asked to be otherwise is not computed with
             slices; each with the sizes that would do.
@@ -68,6 +116,9 @@ class BlockTensorPlan:
     modules: tuple[ModulePlan, ...]
     patches: tuple[AttributePatch, ...] = ()
     partial_gradients: tuple[str, ...] = ()
+    random_groups: tuple[int, ...] = ()
+    sequence: SequencePlan | None = None
+    sequence_refused: str = ""
     verified: str = ""
     misfits: tuple[Problem, ...] = ()
 
@@ -95,6 +146,13 @@ class BlockTensorPlan:
             why = f" ({reason})" if reason else ""
             lines.append(f"  {style}{of_parts}: {', '.join(names)}{why}")
         lines += [f"  {patch.module or '(block)'}.{patch.attribute} = {patch.value}" for patch in self.patches]
-        if self.partial_gradients:
-            lines.append(f"  gradients summed over tp: {', '.join(self.partial_gradients)}")
+        partial = self.sequence.partial_gradients if self.sequence else self.partial_gradients
+        if partial:
+            lines.append(f"  gradients summed over tp: {', '.join(partial)}")
+        if self.sequence:
+            names = [entry.module or "(block)" for entry in self.sequence.entries]
+            inside = f"the whole sequence in {', '.join(names)}" if names else "the whole sequence at the columns"
+            lines.append(f"  slices of the sequence (dimension {self.sequence.dim}), {inside}")
+        elif self.sequence_refused:
+            lines.append(f"  no slices of the sequence: {self.sequence_refused}")
         return "\n".join(lines)

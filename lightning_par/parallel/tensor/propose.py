@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor import cache
 from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
+from lightning_par.parallel.tensor.draws import draws_in_group, draws_in_training, is_separable
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
-from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, is_linear, trace_linears
+from lightning_par.parallel.tensor.propose_sequence import with_sequence
+from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, RandomDraw, is_linear, trace_linears
 from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
 
 Wish = Literal["shard", "gather", "replicate"]
@@ -40,6 +42,7 @@ def plan_block(
     *,
     mesh: DeviceMesh | None = None,
     styles: Mapping[str, Wish] | None = None,
+    sequence_parallel: bool = False,
     use_cache: bool = True,
 ) -> BlockTensorPlan:
     """Trace a block, propose how to divide it, and verify; the block itself stays as it is.
@@ -55,6 +58,8 @@ def plan_block(
             can simulate ranks.
         styles: What some Linears must become, by globs of their names in the block: "shard" (compute with slices),
             "gather" (slices of memory only) or "replicate". The rest is found out.
+        sequence_parallel: Whether to find out as well how the block computes with slices of the sequence: the plan has
+            either a `sequence` or the reason, `sequence_refused`.
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
@@ -67,10 +72,10 @@ def plan_block(
         raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
-    key = cache.key_of(block, args, kwargs, tp_size, styles) if use_cache else None
+    key = cache.key_of(block, args, kwargs, tp_size, styles, sequence_parallel) if use_cache else None
     plan = cache.load(key) if key else None
     if plan is None:
-        plan = _find_plan(block, args, kwargs, tp_size, mesh, styles)
+        plan = _find_plan(block, args, kwargs, tp_size, mesh, styles, sequence_parallel)
         if key:
             cache.store(key, plan)
     return plan
@@ -96,6 +101,7 @@ def _find_plan(
     tp_size: int,
     mesh: DeviceMesh | None,
     styles: Mapping[str, Wish],
+    sequence_parallel: bool,
 ) -> BlockTensorPlan:
     modules = tuple(
         ModulePlan(name, "replicate", sum(p.numel() for p in own), reason=_replicated_reason(block, name, module))
@@ -106,6 +112,7 @@ def _find_plan(
     problems = Problems()
     try:
         trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+        draws = draws_in_training(trial)
     except Exception as error:  # The block's own code, in a precision it may not know.
         reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
         if any(wish != "replicate" for wish in styles.values()):
@@ -117,17 +124,40 @@ def _find_plan(
         plan = _with_reason(plan, (name,), reason)
         if _wish((name,), styles) in ("shard", "gather"):
             problems.add(f"{name} cannot be divided: {reason}", f'tp_plan={{"*{name}": "replicate"}}')
+    plan, found = _divide_groups(trial, plan, graph, draws, mesh, styles)
+    problems.extend(list(found))
+    problems.raise_if_any()
+    return with_sequence(trial, plan, graph, draws, mesh) if sequence_parallel else plan
+
+
+def _divide_groups(
+    trial: Trial,
+    plan: BlockTensorPlan,
+    graph: LinearGraph,
+    draws: tuple[RandomDraw, ...],
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, Wish],
+) -> tuple[BlockTensorPlan, Problems]:
+    problems = Problems()
     verdict: Verdict | None = None
     for number, group in enumerate(graph.groups):
-        wish = _wish(group.names, styles)
-        outcome = _divide(trial, plan, graph, group, number, limits_of(group, graph, block, tp_size), mesh, wish)
+        limits = limits_of(group, graph, trial.block, plan.tp_size)
+        if not is_separable(group, draws):
+            limits = limits._replace(reductions=(*limits.reductions, _inseparable(group)))
+        outcome = _divide(trial, plan, graph, group, number, limits, mesh, _wish(group.names, styles))
         plan, verdict = outcome.plan, outcome.verdict or verdict
         problems.extend(outcome.problems)
-    problems.raise_if_any()
+        if plan[group.names[0]].style in ("column", "fused column") and draws_in_group(group, draws):
+            plan = replace(plan, random_groups=(*plan.random_groups, number))
     if verdict is None:
-        return replace(plan, verified="nothing is divided")
+        return replace(plan, verified="nothing is divided"), problems
     text = f"compared with the undivided block in float64, largest error {verdict.error:.1e} ({verdict.worst})"
-    return replace(plan, verified=text)
+    return replace(plan, verified=text), problems
+
+
+def _inseparable(group: LinearGroup) -> Problem:
+    what = "random numbers for its features, and for what all ranks have, are drawn one between the other in training"
+    return Problem(f"{group.columns[0]}: {what}", f'tp_plan={{"*{group.columns[0]}": "gather"}}')
 
 
 def _wish(names: tuple[str, ...], styles: Mapping[str, Wish]) -> Wish | None:
@@ -163,7 +193,7 @@ def _divide(
             if verdict.accepted:
                 return _Outcome(proposal, verdict)
             closest = min(closest, verdict, key=lambda tried: tried.error) if closest.worst else verdict
-        why = [f"no way to compute with slices gives the same numbers (closest: {_describe(closest)})"]
+        why = [f"no way to compute with slices gives the same numbers (closest: {closest.describe()})"]
     if wish == "shard":
         first = group.names[0]
         problem = Problem(f"{first}: {why[0]}", f'tp_plan={{"*{first}": "gather"}}')
@@ -176,12 +206,8 @@ def _divide(
     verdict = verify(trial, proposal, mesh)
     if verdict.accepted:
         return _Outcome(proposal, verdict)
-    reason = f"{reason}; nor does gathering ({_describe(verdict)})"
+    reason = f"{reason}; nor does gathering ({verdict.describe()})"
     return _Outcome(_with_reason(plan, group.names, reason), None, (Problem(reason),) if wish else ())
-
-
-def _describe(verdict: Verdict) -> str:
-    return verdict.worst if math.isinf(verdict.error) else f"error {verdict.error:.1e} in the {verdict.worst}"
 
 
 def _proposals(
