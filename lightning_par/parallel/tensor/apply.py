@@ -54,6 +54,9 @@ def shard_block(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> No
     if plan.sequence:
         for entry in plan.sequence.entries:
             _run_on_whole(block.get_submodule(entry.module), entry, plan.sequence.dim, mesh)
+    for name, group in plan.narrowed:
+        columns = [module.name for module in plan.modules if module.group == group and module.style != "row"]
+        _show_narrow(block.get_submodule(name), [block.get_submodule(column) for column in columns], plan.tp_size)
     partial_gradients = plan.sequence.partial_gradients if plan.sequence else plan.partial_gradients
     if partial_gradients:
         _sum_gradients(block, partial_gradients, mesh)
@@ -184,6 +187,26 @@ def _run_on_whole(module: nn.Module, entry: SequenceEntry, dim: int, mesh: Devic
     module.register_forward_pre_hook(before, with_kwargs=True)
     if entry.group == -1:
         module.register_forward_hook(after)
+
+
+def _show_narrow(module: nn.Module, columns: list[nn.Module], tp_size: int) -> None:
+    """Let a module read a rank's width off its input, as `B, T, C = x.shape` does; its columns get the whole input."""
+    shown: list[Tensor] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def narrow(source: Tensor) -> Tensor:
+            shown[:] = [source, source.narrow(-1, 0, source.shape[-1] // tp_size)]
+            return shown[1]
+
+        return map_first_tensor(narrow, args, kwargs)
+
+    def whole(column: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_first_tensor(lambda source: shown[0] if shown and source is shown[1] else source, args, kwargs)
+
+    module.register_forward_pre_hook(not_compiled(before), with_kwargs=True)
+    for column in columns:
+        column.register_forward_pre_hook(not_compiled(whole), with_kwargs=True, prepend=True)
+    module.register_forward_hook(lambda *_: shown.clear(), always_call=True)
 
 
 def _patch(module: nn.Module, attribute: str, value: int) -> None:

@@ -147,14 +147,8 @@ def plan_model(
     outside = {name: wish for name, wish in wishes.items() if not any(_is_inside(name, block) for block in blocks)}
     vocabulary = plan_vocabulary(module, blocks, tp_size, seen.watched if seen else None, wishes=outside)
     total = sum(p.numel() for p in module.parameters())
-    result = ModelTensorPlan(
-        tp_size,
-        tuple(blocks),
-        tuple(planned),
-        vocabulary,
-        total,
-        seen.source if seen else "a made-up input of each block",
-    )
+    source = seen.source if seen else "a made-up input of each block"
+    result = ModelTensorPlan(tp_size, tuple(blocks), tuple(planned), vocabulary, total, source)
     if not problems and not result.divided_numel:
         reasons = sorted({module.reason for _, plan in planned for module in plan.modules if module.reason})
         reasons += [f"{name}: {reason}" for name, reason in vocabulary.reasons.items()]

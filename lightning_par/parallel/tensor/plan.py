@@ -103,6 +103,8 @@ class BlockTensorPlan:
         tp_size: Number of ranks.
         modules: One entry for each module that holds parameters.
         patches: Attributes to change.
+        narrowed: Modules, each with its group, whose code reads the width of their input as that of a rank's features:
+            they are shown one of that width.
         partial_gradients: Replicated parameters of which each rank has only a part of the gradient.
         random_groups: Groups in which random numbers are drawn in training, for its own features on each rank.
         sequence: How it computes with slices of the sequence, if that was asked for and can be done.
@@ -115,6 +117,7 @@ class BlockTensorPlan:
     tp_size: int
     modules: tuple[ModulePlan, ...]
     patches: tuple[AttributePatch, ...] = ()
+    narrowed: tuple[tuple[str, int], ...] = ()
     partial_gradients: tuple[str, ...] = ()
     random_groups: tuple[int, ...] = ()
     sequence: SequencePlan | None = None
@@ -146,6 +149,7 @@ class BlockTensorPlan:
             why = f" ({reason})" if reason else ""
             lines.append(f"  {style}{of_parts}: {', '.join(names)}{why}")
         lines += [f"  {patch.module or '(block)'}.{patch.attribute} = {patch.value}" for patch in self.patches]
+        lines += [f"  {name} is shown an input 1/{self.tp_size} as wide" for name, _ in self.narrowed]
         partial = self.sequence.partial_gradients if self.sequence else self.partial_gradients
         if partial:
             lines.append(f"  gradients summed over tp: {', '.join(partial)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +19,14 @@ from lightning_par.parallel.tensor.draws import draws_in_group, draws_in_trainin
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 from lightning_par.parallel.tensor.propose_sequence import with_sequence
-from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, RandomDraw, is_linear, trace_linears
+from lightning_par.parallel.tensor.trace import (
+    LinearGraph,
+    LinearGroup,
+    RandomDraw,
+    common_module,
+    is_linear,
+    trace_linears,
+)
 from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
 
 Wish = Literal["shard", "gather", "replicate"]
@@ -221,13 +229,11 @@ def _proposals(
     read = attributes_read(trial.block, owners | {""}, trial.args, trial.kwargs)
     summed = (group.inner_parameters, ()) if group.inner_parameters else ((),)
     fused = any(len(node.parts) > 1 for node in nodes if node.role == "column")
-    trials = 0
-    for in_parts in (True, False) if fused else (False,):
-        for patches in patch_sets(read, sizes, plan.tp_size):
-            for partial in summed:
-                trials += 1
-                if trials <= _MOST_TRIALS:
-                    yield _local(plan, graph, group, number, in_parts, patches, partial)
+    owner = common_module(group.names)
+    for narrowed in ((), ((owner, number),)) if owner else ((),):
+        ways = itertools.product((True, False) if fused else (False,), patch_sets(read, sizes, plan.tp_size), summed)
+        for in_parts, patches, partial in itertools.islice(ways, _MOST_TRIALS):
+            yield _local(plan, graph, group, number, in_parts, patches, partial, narrowed)
 
 
 def _local(
@@ -238,6 +244,7 @@ def _local(
     in_parts: bool,
     patches: tuple[AttributePatch, ...],
     partial: tuple[str, ...],
+    narrowed: tuple[tuple[str, int], ...],
 ) -> BlockTensorPlan:
     def changed(module: ModulePlan) -> ModulePlan:
         node = graph.linears[module.name]
@@ -251,7 +258,12 @@ def _local(
     plan = _with_reason(
         plan, {name.rpartition(".")[0] for name in partial}, "each rank uses it on its own features only"
     )
-    return replace(plan, patches=plan.patches + patches, partial_gradients=plan.partial_gradients + partial)
+    return replace(
+        plan,
+        patches=plan.patches + patches,
+        narrowed=plan.narrowed + narrowed,
+        partial_gradients=plan.partial_gradients + partial,
+    )
 
 
 def _gathered(

@@ -23,7 +23,7 @@ from lightning_par.parallel.tensor._compat import fresh, map_first_tensor
 from lightning_par.parallel.tensor.draws import draws_on_whole
 from lightning_par.parallel.tensor.limits import is_stacked
 from lightning_par.parallel.tensor.plan import BlockTensorPlan, SequenceEntry, SequencePlan
-from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, RandomDraw
+from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, RandomDraw, common_module
 from lightning_par.parallel.tensor.verify import InDouble, Trial, Verdict, verify
 
 # Each costs up to a second.
@@ -87,7 +87,7 @@ def with_sequence(
 
 def _reason(name: str, graph: LinearGraph, closest: Verdict) -> str:
     found = f" (closest: {closest.describe()})" if closest.worst else ""
-    own = next((group for group in graph.groups if group.rows and not _common_module(group.names)), None)
+    own = next((group for group in graph.groups if group.rows and not common_module(group.names)), None)
     if own is not None:
         here = f"{name} computes from {', '.join(own.columns)} to {', '.join(own.rows)} in its own forward"
         return f"{here}, with the length of its input{found}: move that, such as attention, into a module of its own"
@@ -104,7 +104,7 @@ def _calls(trial: Trial) -> dict[str, _Call]:
         given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         hidden = {key: arg for key, arg in given.items() if isinstance(arg, Tensor) and arg.requires_grad}
         if name not in calls:
-            calls[name] = _Call(*map_leaves(fresh, (args, kwargs)), hidden)
+            calls[name] = _Call(map_leaves(fresh, args), map_leaves(fresh, kwargs), hidden)
 
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
@@ -180,7 +180,7 @@ def _proposals(
     options: list[list[SequenceEntry | None]] = []
     for number, group in enumerate(graph.groups):
         if group.names[0] in divided:
-            around = entries_at(_ancestors(_common_module(group.names)))
+            around = entries_at(_ancestors(common_module(group.names)))
             at_modules = entries_at(_inner_places(group, draws), number)
             at_linears = [None] if all(parts(name) or not calls[name].hidden for name in group.columns) else []
             gathered = divided[group.names[0]].style == "gather"
@@ -200,8 +200,8 @@ def _proposals(
 
 def _inner_places(group: LinearGroup, draws: tuple[RandomDraw, ...]) -> list[str]:
     """Modules at whose entry the input of a group's columns can be put together, the outermost first."""
-    outermost = _common_module(group.names)
-    between = [name for name in _ancestors(_common_module(group.columns)) if outermost and _inside(name, {outermost})]
+    outermost = common_module(group.names)
+    between = [name for name in _ancestors(common_module(group.columns)) if outermost and _inside(name, {outermost})]
     return [name for name in reversed(between) if not draws_on_whole(name, group, draws)]
 
 
@@ -233,13 +233,6 @@ def _partial_gradients(trial: Trial, plan: BlockTensorPlan, sequence: SequencePl
             own = trial.block.get_submodule(module.name).named_parameters(module.name, recurse=False)
             names += [name for name, _ in own if f"gradient of {name}" in trial.expected]
     return tuple(dict.fromkeys(names))
-
-
-def _common_module(names: Collection[str]) -> str:
-    """The innermost module that holds all of some modules; "" is the block."""
-    parents = [name.split(".")[:-1] for name in names]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
-    return ".".join(parts[0] for parts in common)
 
 
 def _ancestors(name: str) -> list[str]:

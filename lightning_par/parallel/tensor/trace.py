@@ -8,7 +8,8 @@ divided as one or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -123,6 +124,13 @@ def is_transposed(module: nn.Module) -> bool:
     if not isinstance(weight, Tensor) or not isinstance(features, int):
         return False
     return weight.dim() == 2 and weight.shape[1] == features
+
+
+def common_module(names: Collection[str]) -> str:
+    """The innermost module that holds all of some modules; "" is the block."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    return ".".join(parts[0] for parts in common)
 
 
 class _Piece(NamedTuple):
