@@ -80,6 +80,38 @@ def nano() -> Case:
     return Case(NanoBlock(WIDTH, HEADS), (torch.randn(2, TOKENS, WIDTH),), {})
 
 
+class SizedAttention(nn.Module):
+    """Takes batch, length and width from its input, as many implementations of GPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = HEADS, WIDTH
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        parts = (part.view(b, t, self.heads, c // self.heads) for part in self.qkv(x).split(self.width, dim=2))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class SizedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = SizedAttention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def sized() -> Case:
+    return Case(SizedBlock(), (torch.randn(2, TOKENS, WIDTH),), {})
+
+
 def example() -> Case:
     return Case(ExampleBlock(WIDTH, HEADS, 0.0), (torch.randn(2, TOKENS, WIDTH),), {})
 
@@ -148,6 +180,7 @@ def torch_encoder() -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "nano": nano,
+    "sized": sized,
     "example": example,
     "llama": llama,
     "qwen3": qwen3,

@@ -35,10 +35,30 @@ def test_two_ranks(kind: str) -> None:
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", TWO))
 
 
+# Their blocks compute with slices; the ViT has an odd number of positions.
+IN_SLICES = [kind for kind in KINDS if kind != "vit"]
+SLICES = TWO | {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize("kind", [kind if kind in ("nano", "llama") else long_run(kind) for kind in IN_SLICES])
+def test_slices_of_the_sequence(kind: str) -> None:
+    assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", SLICES))
+
+
+@pytest.mark.parametrize("layout", [name if name == "fsdp" else long_run(name) for name in WITH_DATA])
+@pytest.mark.parametrize("kind", [long_run("nano"), "llama"])
+def test_slices_with_the_data_family(kind: str, layout: str) -> None:
+    ranks, options = WITH_DATA[layout]
+    run = tensor_run(kind, accumulate=2, clip=0.05, host="fabric" if kind == "llama" else "trainer")
+    assert_same_training(run, ranks, ("MeshStrategy", SLICES | options))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("run", [tensor_run("nano"), tensor_run("llama", ("num_key_value_heads", 4))], ids=str)
-def test_four_ranks(run: Run) -> None:
-    assert_same_training(run, 4, ("TensorParallelStrategy", {"tp_size": 4}))
+def test_four_ranks(run: Run, sequence_parallel: bool) -> None:
+    options = {"tp_size": 4, "sequence_parallel": sequence_parallel}
+    assert_same_training(run, 4, ("TensorParallelStrategy", options))
 
 
 @pytest.mark.parametrize("host", ["trainer", long_run("fabric")])
@@ -58,6 +78,10 @@ def test_with_the_data_family(kind: str, layout: str, host: str) -> None:
         long_run({"compile": "aot_eager", "activation_checkpointing": "full"}),
         long_run({"cpu_offload": True}),
         {"loss_parallel": False},
+        long_run({"sequence_parallel": True, "activation_checkpointing": "full"}),
+        long_run({"sequence_parallel": True, "activation_checkpointing": "selective"}),
+        long_run({"sequence_parallel": True, "compile": "aot_eager"}),
+        long_run({"sequence_parallel": True, "loss_parallel": False}),
     ],
     ids=str,
 )

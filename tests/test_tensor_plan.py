@@ -49,6 +49,7 @@ STYLES = {"column": "c", "row": "r", "fused column": "f", "gather": "g", "replic
 EXPECTED: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
     "nano": ("ggcr", {}, ()),
     "example": ("frcr", {"heads": 2}, ()),
+    "sized": ("frcr", {"attention.heads": 2, "attention.width": 16}, ()),
     "llama": ("cccrccr", {}, ()),
     "qwen3": ("cccrccr", {}, ("self_attn.k_norm.weight", "self_attn.q_norm.weight")),
     "mistral": ("cccrccr", {}, ()),
@@ -81,6 +82,7 @@ def test_the_plan_of_a_real_model(name: str) -> None:
     assert linear_styles(plan, block) == styles
     assert {f"{p.module}.{p.attribute}".lstrip("."): p.value for p in plan.patches} == patches
     assert plan.partial_gradients == partial
+    assert [name for name, _ in plan.narrowed] == (["attention"] if name == "sized" else [])
     assert "largest error" in plan.verified
     assert {module.name for module in plan.modules if not module.reason} == {
         module.name for module in plan.modules if module.style not in ("gather", "replicate")

@@ -42,6 +42,7 @@ from tensor_blocks import (
 EXPECTED = {
     "nano": "Block computes from qkv to out in its own forward",
     "example": "|",
+    "sized": "attention mlp|",
     "llama": "self_attn mlp|",
     "qwen3": "self_attn mlp|",
     "mistral": "self_attn mlp|",

@@ -158,7 +158,12 @@ def examples_of(module: nn.Module, blocks: Collection[str], given: Any = None) -
     for name, child in module.named_modules():
         dummy = _dummy_inputs(child)
         if dummy is not None and all(block.startswith(f"{name}." if name else "") for block in blocks):
-            yield Example(f"dummy_inputs of {type(child).__name__}", partial(_call, child, dummy))
+            # Slices of the sequence need more positions than the few that these have.
+            longer = map_tensors(
+                lambda ids: ids.repeat(1, _POSITIONS)[:, :_POSITIONS] if ids.dim() == 2 else ids, dummy
+            )
+            for inputs in (longer, dummy):
+                yield Example(f"dummy_inputs of {type(child).__name__}", partial(_call, child, inputs))
             return
 
 
