@@ -154,7 +154,7 @@ def test_different_data_in_a_model_group_is_refused() -> None:
         run_ranks(2, different_data)
 
 
-def replicated_after_five_steps(layout: dict[str, int]) -> dict[str, bytes]:
+def replicated_after_five_steps(layout: dict[str, Any]) -> dict[str, bytes]:
     torch.manual_seed(3)
     module = Nano(dropout=0.1)
     size = dist.get_world_size()
@@ -170,8 +170,8 @@ def replicated_after_five_steps(layout: dict[str, int]) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp_shard_size": 1}])
-def test_replicated_parameters_stay_bitwise_equal(layout: dict[str, int]) -> None:
+@pytest.mark.parametrize("layout", [{}, {"dp_shard_size": 1}, {"sequence_parallel": True}])
+def test_replicated_parameters_stay_bitwise_equal(layout: dict[str, Any]) -> None:
     first, second = run_ranks(2, replicated_after_five_steps, layout)
     assert {"model.norm.weight", "model.positions.weight", "model.blocks.0.attention_norm.bias"} <= first.keys()
     assert first == second

@@ -252,6 +252,10 @@ def _call(module: nn.Module, inputs: Any) -> Any:
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
+def _with_more_positions(ids: Tensor) -> Tensor:
+    return ids.repeat(1, _POSITIONS)[:, :_POSITIONS] if ids.dim() == 2 else ids
+
+
 def _dummy_inputs(module: nn.Module) -> Mapping[str, Any] | None:
     """What Hugging Face models say they can be called with."""
     if not any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
