@@ -1,0 +1,151 @@
+"""What existing modules do beside a plain step, over tensor-parallel ranks: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from probe import long_run
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par.callbacks import MemoryMonitor
+from lightning_par.testing import run_ranks
+from models import Tokens
+from parity import Run, assert_same_training, build_strategy, in_original_order, make_trainer
+from tensor_models import Nano
+
+TWO = ("TensorParallelStrategy", {"tp_size": 2})
+LAYOUTS = {"tp": (2, TWO), "ddp x tp": (2, ("MeshStrategy", {"tp_size": 2, "dp_shard_size": 1}))}
+each_layout = pytest.mark.parametrize("layout", ["tp", long_run("ddp x tp")])
+
+
+class LoRA(nn.Module):
+    """A frozen Linear and a trained product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class WithLoRA(Nano):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.model.blocks:
+            block.mlp_in, block.attention_out = LoRA(block.mlp_in), LoRA(block.attention_out)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+class Penalised(Nano):
+    """Differentiates a gradient: the embedding is pushed to have small ones."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.model.tokens(x)
+        handle = self.model.tokens.register_forward_hook(lambda *_: hidden)
+        loss = super().loss(x, y)
+        handle.remove()
+        [gradient] = torch.autograd.grad(loss, hidden, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class Manual(Nano):
+    """Two optimizers, and a gradient that is computed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            loss = self.loss(*batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.model.blocks.parameters())
+        rest = [p for p in self.parameters() if not any(p is q for q in blocks)]
+        return torch.optim.AdamW(blocks, lr=1e-3, eps=1e-4), torch.optim.SGD(rest, lr=0.1)
+
+
+@pytest.mark.parametrize("model", ["WithLoRA", "Manual"])
+@each_layout
+def test_unusual_steps(model: str, layout: str) -> None:
+    ranks, spec = LAYOUTS[layout]
+    assert_same_training(Run(f"test_tensor_dropin:{model}"), ranks, spec)
+
+
+@each_layout
+def test_gradients_of_gradients(layout: str) -> None:
+    ranks, spec = LAYOUTS[layout]
+    assert_same_training(Run("test_tensor_dropin:Penalised"), ranks, spec)
+
+
+def averaged(folder: str, parallel: bool, path: str | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    module = Nano()
+    average = EMAWeightAveraging(decay=0.7)
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    strategy = build_strategy(TWO, "trainer") if parallel else "auto"
+    trainer = make_trainer(
+        2 if parallel else 1,
+        strategy,
+        max_epochs=3,
+        precision="64-true",
+        callbacks=[average, saver],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, DataLoader(Tokens(8), batch_size=4), ckpt_path=path)
+    mean = average._average_model.module
+    return tuple(in_original_order(m, dict(m.named_parameters())) for m in (module, mean))
+
+
+def test_averages_of_weights(tmp_path: Path) -> None:
+    [expected] = run_ranks(1, averaged, str(tmp_path / "one"), False, None)
+    whole = run_ranks(2, averaged, str(tmp_path / "two"), True, None)
+    resumed = run_ranks(2, averaged, str(tmp_path / "again"), True, str(tmp_path / "two" / "epoch=1.ckpt"))
+    for found in (*whole, *resumed):
+        for got, want in zip(found, expected, strict=True):
+            assert got.keys() == want.keys()
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def stochastic() -> str:
+    trainer = make_trainer(2, build_strategy(TWO, "trainer"), max_epochs=2, callbacks=[StochasticWeightAveraging(0.1)])
+    try:
+        trainer.fit(Nano(), DataLoader(Tokens(8), batch_size=4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_stochastic_averages_are_refused() -> None:
+    for text in run_ranks(2, stochastic):
+        assert "StochasticWeightAveraging copies the module before it is sharded" in text
+
+
+def monitored() -> dict[str, float]:
+    trainer: pl.Trainer = make_trainer(2, build_strategy(TWO, "trainer"), max_steps=2, callbacks=[MemoryMonitor()])
+    trainer.fit(Nano(), DataLoader(Tokens(8), batch_size=4))
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if "memory" in key}
+
+
+def test_memory_is_that_of_a_rank() -> None:
+    first, second = run_ranks(2, monitored)
+    assert first == second
