@@ -54,7 +54,7 @@ def shard_block(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> No
 
     block.register_forward_hook(forget, always_call=True)
     for patch in plan.patches:
-        _patch(block.get_submodule(patch.module), patch.attribute, patch.value)
+        set_attribute(block.get_submodule(patch.module), patch.attribute, patch.value)
     if plan.partial_gradients:
         _sum_gradients(block, plan.partial_gradients, mesh)
 
@@ -123,7 +123,8 @@ def _communicate(linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh, enter: _
     linear.register_forward_hook(after)
 
 
-def _patch(module: nn.Module, attribute: str, value: int) -> None:
+def set_attribute(module: nn.Module, attribute: str, value: int) -> None:
+    """Change a number that a module holds, or one of an object that it holds ("config.num_heads")."""
     holder, dot, inner = attribute.rpartition(".")
     if not dot:
         setattr(module, attribute, value)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -16,12 +17,15 @@ from lightning_par.parallel.tensor import cache
 from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
+from lightning_par.parallel.tensor.shrink import shrink
 from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, is_linear, trace_linears
 from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
 
 Wish = Literal["shard", "gather", "replicate"]
 # A proposal costs up to a second; attention that needs more of them is gathered.
 _MOST_TRIALS = 48
+# A block of more parameters is planned with a narrow copy of it.
+LARGE = 4_000_000
 
 
 class _Outcome(NamedTuple):
@@ -104,14 +108,17 @@ def _find_plan(
     )
     plan = BlockTensorPlan(tp_size, modules)
     problems = Problems()
+    device = mesh.device_type if mesh else "cpu"
+    small = shrink(block, args, kwargs, tp_size, device) if sum(m.numel for m in modules) > LARGE else None
     try:
-        trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+        trial = small.trial if small else prepare(block, args, kwargs, device)
     except Exception as error:  # The block's own code, in a precision it may not know.
         reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
         if any(wish != "replicate" for wish in styles.values()):
             raise ParallelConfigError(Problem(f"{type(block).__name__}: {reason}")) from error
         return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
-    graph = trace_linears(trial.block, trial.args, trial.kwargs)
+    graph = small.graph if small else trace_linears(trial.block, trial.args, trial.kwargs)
+    whole = small.original if small else graph
     for name in graph.uncalled:
         reason = uncalled_reason(name, block)
         plan = _with_reason(plan, (name,), reason)
@@ -120,14 +127,28 @@ def _find_plan(
     verdict: Verdict | None = None
     for number, group in enumerate(graph.groups):
         wish = _wish(group.names, styles)
-        outcome = _divide(trial, plan, graph, group, number, limits_of(group, graph, block, tp_size), mesh, wish)
+        limits = limits_of(whole.groups[number], whole, block, tp_size)
+        outcome = _divide(trial, plan, graph, group, number, limits, mesh, wish)
         plan, verdict = outcome.plan, outcome.verdict or verdict
         problems.extend(outcome.problems)
     problems.raise_if_any()
     if verdict is None:
         return replace(plan, verified="nothing is divided")
-    text = f"compared with the undivided block in float64, largest error {verdict.error:.1e} ({verdict.worst})"
-    return replace(plan, verified=text)
+    on = f" on a copy 1/{small.factor} as wide" if small else ""
+    text = f"compared with the undivided block in float64{on}, largest error {verdict.error:.1e} ({verdict.worst})"
+    return replace(_at_full_width(plan, block, whole) if small else plan, verified=text)
+
+
+def _at_full_width(plan: BlockTensorPlan, block: nn.Module, graph: LinearGraph) -> BlockTensorPlan:
+    """Bring the numbers of a plan that was found with a narrow copy to those of the block."""
+
+    def value(patch: AttributePatch) -> int:
+        number: int = attrgetter(patch.attribute)(block.get_submodule(patch.module))
+        return number // plan.tp_size
+
+    modules = (replace(m, parts=graph.linears[m.name].parts) if m.parts else m for m in plan.modules)
+    patches = (replace(patch, value=value(patch)) for patch in plan.patches)
+    return replace(plan, modules=tuple(modules), patches=tuple(patches))
 
 
 def _wish(names: tuple[str, ...], styles: Mapping[str, Wish]) -> Wish | None:
