@@ -98,7 +98,7 @@ def simulated_mesh(size: int, mesh: DeviceMesh | None = None) -> Iterator[Device
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    # DTensor logs a stack for each shape that does not fit; a wrong plan is expected to have those.
+    # A stack is logged for each shape that does not fit; a wrong plan is expected to have those.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -128,9 +128,11 @@ def fresh(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if changeable else leaf
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
+@contextmanager
+def fake_tensors() -> Iterator[None]:
     """Run what follows with shapes alone: nothing is computed, parameters are left as they are (torch >= 2.0)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with _without_logs(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def has_no_values(tensor: Tensor) -> bool:

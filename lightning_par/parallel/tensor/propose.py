@@ -134,8 +134,8 @@ def _find_plan(
     problems.raise_if_any()
     if verdict is None:
         return replace(plan, verified="nothing is divided")
-    on = f" on a copy 1/{small.factor} as wide" if small else ""
-    text = f"compared with the undivided block in float64{on}, largest error {verdict.error:.1e} ({verdict.worst})"
+    error = f"largest error {verdict.error:.1e} ({verdict.worst})"
+    text = f"compared with the undivided block in float64{trial.width}, {error}"
     return replace(_at_full_width(plan, block, whole) if small else plan, verified=text)
 
 

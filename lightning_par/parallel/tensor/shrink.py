@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # A width is never made smaller: few features hide what several do.
 _LEAST = 8
 # Copies tried in each way; the first is nearly always the right one.
-_MOST_FACTORS, _MOST_READINGS = 2, 8
+_MOST_FACTORS, _MOST_READINGS = 4, 8
 
 
 class Shrunk(NamedTuple):
@@ -44,13 +44,11 @@ class Shrunk(NamedTuple):
         trial: The copy, prepared for verification.
         graph: The trace of the copy.
         original: The trace of the block.
-        factor: What widths were divided by.
     """
 
     trial: Trial
     graph: LinearGraph
     original: LinearGraph
-    factor: int
 
 
 @dataclass(frozen=True)
@@ -162,17 +160,17 @@ def shrink(
     except Exception as error:  # the block's own code
         log.info("%s is planned at its full width: %s", type(block).__name__, describe(error))
         return None
-    for scale in _scales(skeleton, args, kwargs, run.graph, read, tp_size):
+    for scale in _scales(skeleton, run.graph, read, tp_size):
         for kept in islice(_readings(run.graph, read, scale), _MOST_READINGS):
             why = "its structure changes with its width"
             try:
                 small = _narrow(skeleton, read, scale, kept)
                 inputs = map_tensors(scale.tensor, (args, dict(kwargs)))
                 if _is_like(run, _traced(small, *inputs, [fake_tensors if run.fake else nullcontext]), scale):
-                    trial = prepare(small, *inputs, device)
+                    trial = prepare(small, *inputs, device, f" on a copy 1/{scale.factor} as wide")
                     graph = trace_linears(trial.block, trial.args, trial.kwargs)
                     if graph == scale.graph(run.graph):
-                        return Shrunk(trial, graph, run.graph, scale.factor)
+                        return Shrunk(trial, graph, run.graph)
             except Exception as error:  # the block's own code, with sizes it may not know
                 why = describe(error)
             log.info("no copy of %s 1/%d as wide: %s", type(block).__name__, scale.factor, why)
@@ -204,20 +202,14 @@ def _traced(
 
 
 def _scales(
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    graph: LinearGraph,
-    read: Mapping[tuple[str, str], int],
-    tp_size: int,
+    block: nn.Module, graph: LinearGraph, read: Mapping[tuple[str, str], int], tp_size: int
 ) -> Iterator[_Scale]:
     """Ways to make a block narrow: smaller heads first, then fewer; those with the fewest parameters first."""
     views = [view for node in graph.linears.values() for view in node.heads]
     sizes, counts = {view.size for view in views}, {view.heads for view in views}
     features = _features(block, graph)
-    tensors = [leaf for leaf in leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    tensors += [*block.parameters(), *block.buffers()]
-    present = {size for tensor in tensors for size in tensor.shape} | set(read.values()) | sizes | counts
+    # Sizes of inputs may coincide: no plan divides samples or positions.
+    present = {size for param in block.parameters() for size in param.shape} | set(read.values()) | sizes | counts
     for fewer_heads, inner in ((False, sizes), (True, counts)):
         scales = []
         for factor in range(2, max(features, default=0) // _LEAST + 1):

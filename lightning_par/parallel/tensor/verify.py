@@ -62,6 +62,7 @@ class Trial:
         kwargs: Keyword arguments.
         inputs: Which of the tensors among them have a gradient, by position.
         expected: Its outputs and gradients by name.
+        width: Said of errors, if the block is not as wide as the user's: " on a copy 1/8 as wide".
     """
 
     block: nn.Module
@@ -69,6 +70,7 @@ class Trial:
     kwargs: Mapping[str, Any]
     inputs: frozenset[int]
     expected: Mapping[str, Tensor]
+    width: str = ""
 
 
 class InDouble(TorchFunctionMode):
@@ -87,7 +89,11 @@ class InDouble(TorchFunctionMode):
 
 
 def prepare(
-    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | str = "cpu"
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    width: str = "",
 ) -> Trial:
     """Run a copy of a block undivided.
 
@@ -97,6 +103,7 @@ def prepare(
         kwargs: Keyword arguments of it. Gradients of the tensors that require one are compared; if none does, that of
             the first floating one.
         device: Where to compute.
+        width: Of the trial.
     """
     generator = torch.Generator().manual_seed(0)
     twin = copy.deepcopy(block).to(device).double().eval()
@@ -111,7 +118,7 @@ def prepare(
     floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
     inputs = [i for i in floating if tensors[i].requires_grad] or floating[:1]
     args, kwargs = map_tensors(lambda tensor: _double(tensor, device), (args, kwargs))
-    trial = Trial(twin, args, kwargs, frozenset(inputs), {})
+    trial = Trial(twin, args, kwargs, frozenset(inputs), {}, width)
     expected = {name: value for name, [value] in _run(trial, twin).items()}
     twin.zero_grad(set_to_none=True)
     return replace(trial, expected=expected)
@@ -138,7 +145,7 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
         except Exception as error:  # A wrong plan fails in the block's own code, in any way.
-            verdict = Verdict(math.inf, describe(error))
+            verdict = Verdict(math.inf, describe(error) + trial.width)
     if mesh is not None and not simulate:
         worst = torch.tensor(verdict.error, dtype=torch.float64, device=mesh.device_type)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group())
