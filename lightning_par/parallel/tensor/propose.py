@@ -134,8 +134,8 @@ def _find_plan(
     problems.raise_if_any()
     if verdict is None:
         return replace(plan, verified="nothing is divided")
-    error = f"largest error {verdict.error:.1e} ({verdict.worst})"
-    text = f"compared with the undivided block in float64{trial.width}, {error}"
+    largest = f"largest error {verdict.error:.1e} ({verdict.worst})"
+    text = f"compared with the undivided block in float64{trial.width}, {largest}"
     return replace(_at_full_width(plan, block, whole) if small else plan, verified=text)
 
 

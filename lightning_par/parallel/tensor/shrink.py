@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_par.parallel._compat import leaves, map_tensors
 from lightning_par.parallel.tensor._compat import DispatchMode, fake_tensors
 from lightning_par.parallel.tensor.apply import set_attribute
-from lightning_par.parallel.tensor.attributes import attributes_read
+from lightning_par.parallel.tensor.attributes import watching
 from lightning_par.parallel.tensor.trace import HeadView, LinearGraph, LinearGroup, LinearNode, trace_linears
 from lightning_par.parallel.tensor.verify import Trial, describe, prepare
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 # A width is never made smaller: few features hide what several do.
 _LEAST = 8
-# Copies tried in each way; the first is nearly always the right one.
-_MOST_FACTORS, _MOST_READINGS = 4, 8
+# The first copy is nearly always the right one.
+_MOST_FACTORS, _MOST_COPIES = 4, 16
 
 
 class Shrunk(NamedTuple):
@@ -124,10 +124,18 @@ class _Record(DispatchMode):
 
 
 class _Run(NamedTuple):
-    """What one forward showed; `fake` where nothing was computed."""
+    """What one forward showed.
+
+    Attributes:
+        graph: The trace.
+        operations: What was computed.
+        read: Integers that were read from modules and their settings.
+        fake: Whether with shapes alone.
+    """
 
     graph: LinearGraph
     operations: list[_Operation]
+    read: Mapping[tuple[str, str], int]
     fake: bool
 
 
@@ -152,29 +160,39 @@ def shrink(
     """
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (*block.parameters(), *block.buffers())):
         return None
-    skeleton = _copied(block, lambda tensor: tensor).eval()
     try:
-        run = _traced(skeleton, args, kwargs, [fake_tensors, nullcontext])
-        with fake_tensors() if run.fake else nullcontext():
-            read = attributes_read(skeleton, [name for name, _ in skeleton.named_modules()], args, kwargs)
+        run = _traced(block, args, kwargs)
     except Exception as error:  # the block's own code
         log.info("%s is planned at its full width: %s", type(block).__name__, describe(error))
         return None
-    for scale in _scales(skeleton, run.graph, read, tp_size):
-        for kept in islice(_readings(run.graph, read, scale), _MOST_READINGS):
-            why = "its structure changes with its width"
-            try:
-                small = _narrow(skeleton, read, scale, kept)
-                inputs = map_tensors(scale.tensor, (args, dict(kwargs)))
-                if _is_like(run, _traced(small, *inputs, [fake_tensors if run.fake else nullcontext]), scale):
-                    trial = prepare(small, *inputs, device, f" on a copy 1/{scale.factor} as wide")
-                    graph = trace_linears(trial.block, trial.args, trial.kwargs)
-                    if graph == scale.graph(run.graph):
-                        return Shrunk(trial, graph, run.graph)
-            except Exception as error:  # the block's own code, with sizes it may not know
-                why = describe(error)
-            log.info("no copy of %s 1/%d as wide: %s", type(block).__name__, scale.factor, why)
+    ways = ((scale, kept) for scale in _scales(block, run, tp_size) for kept in _readings(run, scale))
+    for scale, kept in islice(ways, _MOST_COPIES):
+        why = "its structure changes with its width"
+        try:
+            small_args, small_kwargs = map_tensors(scale.tensor, (args, dict(kwargs)))
+            shrunk = _accepted(_narrow(block, run, scale, kept), small_args, small_kwargs, run, scale, device)
+        except Exception as error:  # the block's own code, with sizes it may not know
+            shrunk, why = None, describe(error)
+        if shrunk is not None:
+            return shrunk
+        log.info("no copy of %s 1/%d as wide: %s", type(block).__name__, scale.factor, why)
     return None
+
+
+def _accepted(
+    small: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    run: _Run,
+    scale: _Scale,
+    device: torch.device | str,
+) -> Shrunk | None:
+    """Prepare a narrow copy, if it computes what the block does."""
+    if not _is_like(run, _traced(small, args, kwargs, [fake_tensors if run.fake else nullcontext]), scale):
+        return None
+    trial = prepare(small, args, kwargs, device, f" on a copy 1/{scale.factor} as wide")
+    graph = trace_linears(trial.block, trial.args, trial.kwargs)
+    return Shrunk(trial, graph, run.graph) if graph == scale.graph(run.graph) else None
 
 
 def _copied(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -187,29 +205,31 @@ def _traced(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    modes: Sequence[Callable[[], AbstractContextManager[Any]]],
+    modes: Sequence[Callable[[], AbstractContextManager[Any]]] = (fake_tensors, nullcontext),
 ) -> _Run:
     """Trace a block in the first mode that its code allows."""
+    names = [name for name, _ in block.named_modules()]
     for mode in modes:
+        # What code keeps of a run, such as a table, stays in a copy that shares the parameters.
+        twin = _copied(block, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()).eval()
         record = _Record()
         try:
-            with mode(), record:
-                return _Run(trace_linears(block, args, kwargs), record.operations, mode is fake_tensors)
+            with mode(), record, watching(twin, names) as read:
+                graph = trace_linears(twin, args, kwargs)
+            return _Run(graph, record.operations, read, mode is fake_tensors)
         except Exception:  # a decision that depends on values
             if mode is modes[-1]:
                 raise
     raise ValueError("no mode")
 
 
-def _scales(
-    block: nn.Module, graph: LinearGraph, read: Mapping[tuple[str, str], int], tp_size: int
-) -> Iterator[_Scale]:
+def _scales(block: nn.Module, run: _Run, tp_size: int) -> Iterator[_Scale]:
     """Ways to make a block narrow: smaller heads first, then fewer; those with the fewest parameters first."""
-    views = [view for node in graph.linears.values() for view in node.heads]
+    views = [view for node in run.graph.linears.values() for view in node.heads]
     sizes, counts = {view.size for view in views}, {view.heads for view in views}
-    features = _features(block, graph)
+    features = _features(block, run.graph)
     # Sizes of inputs may coincide: no plan divides samples or positions.
-    present = {size for param in block.parameters() for size in param.shape} | set(read.values()) | sizes | counts
+    present = {size for param in block.parameters() for size in param.shape} | set(run.read.values()) | sizes | counts
     for fewer_heads, inner in ((False, sizes), (True, counts)):
         scales = []
         for factor in range(2, max(features, default=0) // _LEAST + 1):
@@ -245,19 +265,15 @@ def _numel(block: nn.Module, scale: _Scale) -> int:
     return sum(math.prod(scale.shape(param)) for param in block.parameters())
 
 
-def _readings(
-    graph: LinearGraph, read: Mapping[tuple[str, str], int], scale: _Scale
-) -> Iterator[frozenset[tuple[str, str]]]:
+def _readings(run: _Run, scale: _Scale) -> Iterator[frozenset[tuple[str, str]]]:
     """Attributes to leave as they are: a number may be a count of heads in one and something else in another."""
-    counts = {view.heads for node in graph.linears.values() for view in node.heads}
-    doubtful = sorted(key for key, value in read.items() if value in scale.numbers & counts)
+    counts = {view.heads for node in run.graph.linears.values() for view in node.heads}
+    doubtful = sorted(key for key, value in run.read.items() if value in scale.numbers & counts)
     for count in range(len(doubtful) + 1):
         yield from map(frozenset, combinations(doubtful, count))
 
 
-def _narrow(
-    block: nn.Module, read: Mapping[tuple[str, str], int], scale: _Scale, kept: frozenset[tuple[str, str]]
-) -> nn.Module:
+def _narrow(block: nn.Module, run: _Run, scale: _Scale, kept: frozenset[tuple[str, str]]) -> nn.Module:
     """A narrow copy, with the numbers that its modules hold."""
     small = _copied(block, scale.tensor)
     for name, module in small.named_modules():
@@ -268,7 +284,7 @@ def _narrow(
                 vars(module)[attribute] = scale.of(value)
             elif isinstance(value, tuple) and all(type(number) is int for number in value):
                 vars(module)[attribute] = tuple(map(scale.of, value))
-    for (name, attribute), value in read.items():
+    for (name, attribute), value in run.read.items():
         if "." in attribute and (name, attribute) not in kept:
             set_attribute(small.get_submodule(name), attribute, scale.of(value))
     return small
