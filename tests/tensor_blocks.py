@@ -128,7 +128,9 @@ def vit() -> Case:
 
 
 def t5(name: str) -> Case:
-    config = transformers.T5Config(vocab_size=64, d_model=WIDTH, d_kv=HEAD_SIZE, d_ff=FFN, num_layers=2, num_heads=HEADS)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=WIDTH, d_kv=HEAD_SIZE, d_ff=FFN, num_layers=2, num_heads=HEADS
+    )
     model = transformers.T5ForConditionalGeneration(config)
     return captured(model, name, input_ids=tokens(), decoder_input_ids=tokens(), use_cache=False)
 
