@@ -69,10 +69,7 @@ class _Scale:
         return number // self.factor if number in self.numbers else number
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        sizes = tuple(self.of(size) for size in tensor.shape)
-        stacked = tensor.dim() == 3 and self.numbers.issuperset(tensor.shape[1:])
-        # The count of experts may be the same number as a width.
-        return (tensor.shape[0], *sizes[1:]) if stacked else sizes
+        return tuple(map(self.of, tensor.shape))
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The first rows and columns, with memory of their own."""
