@@ -153,6 +153,14 @@ def test_where_heads_keep_their_size_there_are_fewer() -> None:
     assert [(patch.attribute, patch.value) for patch in full.patches] == [("heads", 3)]
 
 
+@pytest.mark.parametrize("decides", [False, True])
+def test_a_block_without_values_has_the_same_plan(decides: bool) -> None:
+    block = Attention(decides=decides)
+    expected, found = (planned(it, hidden(), large=0) for it in (block, copy.deepcopy(block).to("meta")))
+    assert said(found) == said(expected)
+    assert "on a copy 1/4 as wide" in found.verified
+
+
 def test_limits_have_the_numbers_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Attention(heads=3, inner=447)
     full, small = (planned(block, hidden(), large=large) for large in (10**9, 0))

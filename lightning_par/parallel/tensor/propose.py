@@ -51,7 +51,7 @@ def plan_block(
     A plan is plain data that does not depend on the rank, and holds for every block of the same class and sizes.
 
     Args:
-        block: The block, with all its values (not on the meta device).
+        block: The block; on the meta device, it is planned with random values.
         args: Positional arguments of one call, as the model makes it.
         kwargs: Keyword arguments of that call. Tensors that require a gradient there have theirs compared.
         tp_size: Number of ranks.
@@ -62,13 +62,10 @@ def plan_block(
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
-        ParallelConfigError: If a style matches no Linear or cannot be had, or if the block has no values.
+        ParallelConfigError: If a style matches no Linear or cannot be had.
         ValueError: If the mesh is missing.
     """
     kwargs, styles = kwargs or {}, styles or {}
-    if any(param.is_meta for param in block.parameters()):
-        problem = f"{type(block).__name__} has parameters on the meta device, and a plan is verified with values"
-        raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
     key = cache.key_of(block, args, kwargs, tp_size, styles) if use_cache else None

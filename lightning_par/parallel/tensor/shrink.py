@@ -27,7 +27,7 @@ from lightning_par.parallel.tensor._compat import DispatchMode, fake_tensors
 from lightning_par.parallel.tensor.apply import set_attribute
 from lightning_par.parallel.tensor.attributes import watching
 from lightning_par.parallel.tensor.trace import HeadView, LinearGraph, LinearGroup, LinearNode, trace_linears
-from lightning_par.parallel.tensor.verify import Trial, describe, prepare
+from lightning_par.parallel.tensor.verify import Trial, describe, prepare, with_values
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class _Scale:
         """The first rows and columns, with memory of their own."""
         part = tensor.detach()[tuple(slice(size) for size in self.shape(tensor))].clone()
         part.requires_grad_(tensor.requires_grad)
-        return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+        return with_values(nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part)
 
     def node(self, node: LinearNode) -> LinearNode:
         heads = tuple(
@@ -116,7 +116,8 @@ class _Record(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         shapes = tuple(tuple(leaf.shape) for leaf in leaves(out) if isinstance(leaf, Tensor))
-        self.operations.append(_Operation(str(func), shapes))
+        if shapes:  # and no question, such as for a device
+            self.operations.append(_Operation(str(func), shapes))
         return out
 
 
@@ -207,17 +208,26 @@ def _traced(
     """Trace a block in the first mode that its code allows."""
     names = [name for name, _ in block.named_modules()]
     for mode in modes:
-        # What code keeps of a run, such as a table, stays in a copy that shares the parameters.
-        twin = _copied(block, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()).eval()
         record = _Record()
         try:
-            with mode(), record, watching(twin, names) as read:
-                graph = trace_linears(twin, args, kwargs)
+            with mode():
+                # What code keeps of a run, such as a table, stays in a copy that shares the parameters.
+                twin = _copied(block, _stand_in).eval()
+                with record, watching(twin, names) as read:
+                    graph = trace_linears(twin, args, kwargs)
             return _Run(graph, record.operations, read, mode is fake_tensors)
         except Exception:  # a decision that depends on values
             if mode is modes[-1]:
                 raise
     raise ValueError("no mode")
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """The parameter itself, or a copy of a buffer; among fake tensors, a fake one for what is on the meta device."""
+    if tensor.is_meta:
+        empty = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
 
 def _scales(block: nn.Module, run: _Run, tp_size: int) -> Iterator[_Scale]:
@@ -248,11 +258,11 @@ def _scales(block: nn.Module, run: _Run, tp_size: int) -> Iterator[_Scale]:
 
 def _features(block: nn.Module, graph: LinearGraph) -> set[int]:
     """Widths of what the Linears of a block take and make, and of matrices that are no Linears."""
+    # What a router makes is as wide as there are experts.
     ends = {name for group in graph.groups if not group.rows for name in group.columns}
     nodes = graph.linears.values()
-    found = {size for node in nodes for size in (node.in_features, *node.parts, node.out_features)}
-    # What a router makes is as wide as there are experts.
-    found -= {node.out_features for node in nodes if node.name in ends} - {node.in_features for node in nodes}
+    found = {node.in_features for node in nodes}
+    found |= {size for node in nodes if node.name not in ends for size in (*node.parts, node.out_features)}
     matrices = [param.shape[-2:] for param in block.parameters() if param.dim() > 1]
     wide = min((node.in_features for node in nodes), default=0)
     return found | {size for shape in matrices for size in shape if size >= wide}
@@ -262,27 +272,27 @@ def _numel(block: nn.Module, scale: _Scale) -> int:
     return sum(math.prod(scale.shape(param)) for param in block.parameters())
 
 
-def _readings(run: _Run, scale: _Scale) -> Iterator[frozenset[tuple[str, str]]]:
+def _readings(run: _Run, scale: _Scale) -> Iterator[frozenset[str]]:
     """Attributes to leave as they are: a number may be a count of heads in one and something else in another."""
     counts = {view.heads for node in run.graph.linears.values() for view in node.heads}
-    doubtful = sorted(key for key, value in run.read.items() if value in scale.numbers & counts)
+    doubtful = sorted({attribute for (_, attribute), n in run.read.items() if n in scale.numbers & counts})
     for count in range(len(doubtful) + 1):
         yield from map(frozenset, combinations(doubtful, count))
 
 
-def _narrow(block: nn.Module, run: _Run, scale: _Scale, kept: frozenset[tuple[str, str]]) -> nn.Module:
+def _narrow(block: nn.Module, run: _Run, scale: _Scale, kept: frozenset[str]) -> nn.Module:
     """A narrow copy, with the numbers that its modules hold."""
     small = _copied(block, scale.tensor)
-    for name, module in small.named_modules():
-        for attribute, value in list(vars(module).items()):
-            if (name, attribute) in kept:
+    for module in small.modules():
+        for attribute, value in vars(module).items():
+            if attribute in kept:
                 continue
             if type(value) is int:
                 vars(module)[attribute] = scale.of(value)
             elif isinstance(value, tuple) and all(type(number) is int for number in value):
                 vars(module)[attribute] = tuple(map(scale.of, value))
     for (name, attribute), value in run.read.items():
-        if "." in attribute and (name, attribute) not in kept:
+        if "." in attribute and attribute not in kept:
             set_attribute(small.get_submodule(name), attribute, scale.of(value))
     return small
 

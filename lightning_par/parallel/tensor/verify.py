@@ -24,6 +24,7 @@ from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor._compat import (
     CAN_SIMULATE,
     fresh,
+    has_no_values,
     on_each_rank,
     rank_values,
     simulated_mesh,
@@ -98,7 +99,7 @@ def prepare(
     """Run a copy of a block undivided.
 
     Args:
-        block: The block; it stays as it is.
+        block: The block; it stays as it is, and may be on the meta device.
         args: Positional arguments of one call.
         kwargs: Keyword arguments of it. Gradients of the tensors that require one are compared; if none does, that of
             the first floating one.
@@ -106,7 +107,7 @@ def prepare(
         width: Of the trial.
     """
     generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(block).to(device).double().eval()
+    twin = copy.deepcopy(block)._apply(with_values).to(device).double().eval()
     for param in twin.parameters():
         param.grad = None
         if not param.is_floating_point():
@@ -156,6 +157,24 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
 def describe(error: Exception) -> str:
     """Return the class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def with_values(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return a tensor, or one with values for one that has none.
+
+    Floats are random, integers zero and booleans true. Parameters are zero: `prepare` adds noise of the right size.
+    """
+    if not has_no_values(tensor):
+        return tensor
+    if tensor.dtype == torch.bool:
+        return torch.ones(tensor.shape, dtype=torch.bool)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    generator = generator or torch.Generator().manual_seed(0)
+    values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return values.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
