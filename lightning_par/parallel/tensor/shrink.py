@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -223,11 +224,13 @@ def _traced(
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """The parameter itself, or a copy of a buffer; among fake tensors, a fake one for what is on the meta device."""
-    if tensor.is_meta:
-        empty = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+    """The parameter itself, or a copy of a buffer; zeros for what is on the meta device."""
+    if not tensor.is_meta:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+    # NumPy's zeros take no memory until they are written, unlike those of torch.
+    memory = torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), np.uint8))
+    zeros = memory.view(tensor.dtype).view(tensor.shape)
+    return nn.Parameter(zeros, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
 
 
 def _scales(block: nn.Module, run: _Run, tp_size: int) -> Iterator[_Scale]:
