@@ -23,7 +23,7 @@ from models import Block as NanoBlock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.nanogpt.model import Block as ExampleBlock
 
-WIDTH, HEADS, KV_HEADS, FFN, TOKENS = 32, 4, 2, 48, 6
+WIDTH, HEADS, KV_HEADS, HEAD_SIZE, FFN, TOKENS = 32, 4, 2, 8, 48, 6
 
 
 class Case(NamedTuple):
@@ -121,15 +121,15 @@ def llama(**options: Any) -> Case:
 
 
 def qwen3() -> Case:
-    return causal("Qwen3", head_dim=8)
+    return causal("Qwen3", head_dim=HEAD_SIZE)
 
 
 def mistral() -> Case:
-    return causal("Mistral", head_dim=8)
+    return causal("Mistral", head_dim=HEAD_SIZE)
 
 
 def gemma2() -> Case:
-    return causal("Gemma2", head_dim=8, attn_implementation="eager")
+    return causal("Gemma2", head_dim=HEAD_SIZE, attn_implementation="eager")
 
 
 def phi3() -> Case:
@@ -160,7 +160,9 @@ def vit() -> Case:
 
 
 def t5(name: str) -> Case:
-    config = transformers.T5Config(vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=FFN, num_layers=2, num_heads=HEADS)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=WIDTH, d_kv=HEAD_SIZE, d_ff=FFN, num_layers=2, num_heads=HEADS
+    )
     model = transformers.T5ForConditionalGeneration(config)
     return captured(model, name, input_ids=tokens(), decoder_input_ids=tokens(), use_cache=False)
 

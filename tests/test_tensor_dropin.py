@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from probe import long_run
+from tensor_models import Nano
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,7 +18,6 @@ from lightning_par.callbacks import MemoryMonitor
 from lightning_par.testing import run_ranks
 from models import Tokens
 from parity import Run, assert_same_training, build_strategy, in_original_order, make_trainer
-from tensor_models import Nano
 
 TWO = ("TensorParallelStrategy", {"tp_size": 2})
 LAYOUTS = {"tp": (2, TWO), "ddp x tp": (2, ("MeshStrategy", {"tp_size": 2, "dp_shard_size": 1}))}

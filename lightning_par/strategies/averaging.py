@@ -81,9 +81,11 @@ class Average:
             options = replace(handle.options, compile=False, activation_checkpointing=None)
             device = next((p.device for p in handle.module.parameters()), torch.device("cpu"))
             policy = resolve_precision("32-true")
+            # One rank to shard over is still FSDP, which a size of 1 would not ask for.
+            layout = replace(handle.layout, dp_shard_size=-1) if handle.data.sharded else handle.layout
             apply.parallelize(
                 self._module,
-                handle.layout,
+                layout,
                 policy,
                 options,
                 mesh=handle.mesh,

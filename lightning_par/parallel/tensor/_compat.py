@@ -133,9 +133,11 @@ class _CopyWithoutGraph(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
+@contextmanager
+def fake_tensors() -> Iterator[None]:
     """Run what follows with shapes alone: nothing is computed, parameters are left as they are (torch >= 2.0)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with silenced(_FAKE_TENSORS), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def has_no_values(tensor: Tensor) -> bool:

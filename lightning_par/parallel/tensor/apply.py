@@ -50,7 +50,7 @@ def shard_block(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> No
     _divide(block, plan, mesh)
     restore()
     for patch in plan.patches:
-        _patch(block.get_submodule(patch.module), patch.attribute, patch.value)
+        set_attribute(block.get_submodule(patch.module), patch.attribute, patch.value)
     if plan.sequence:
         for entry in plan.sequence.entries:
             _run_on_whole(block.get_submodule(entry.module), entry, plan.sequence.dim, mesh)
@@ -209,7 +209,8 @@ def _show_narrow(module: nn.Module, columns: list[nn.Module], tp_size: int) -> N
     module.register_forward_hook(lambda *_: shown.clear(), always_call=True)
 
 
-def _patch(module: nn.Module, attribute: str, value: int) -> None:
+def set_attribute(module: nn.Module, attribute: str, value: int) -> None:
+    """Change a number that a module holds, or one of an object that it holds ("config.num_heads")."""
     holder, dot, inner = attribute.rpartition(".")
     if not dot:
         setattr(module, attribute, value)

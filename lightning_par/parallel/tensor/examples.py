@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import map_leaves, map_tensors
 from lightning_par.parallel.random import random_state_kept
-from lightning_par.parallel.tensor._compat import fake_tensors, fresh, has_no_values
-from lightning_par.parallel.tensor.verify import describe
+from lightning_par.parallel.tensor._compat import fake_tensors, fresh
+from lightning_par.parallel.tensor.verify import describe, with_values
 from lightning_par.parallel.tensor.vocabulary_plan import Watched, watching
 
 log = logging.getLogger(__name__)
@@ -190,24 +190,10 @@ def guessed_call(block: nn.Module) -> Call:
     return call
 
 
-def with_values(call: Call, generator: torch.Generator | None = None) -> Call:
-    """Give the tensors of a call that have no values some: a plan holds for any.
-
-    Floating ones are random, integers zero and booleans true.
-    """
-    generator = generator or torch.Generator().manual_seed(0)
-
-    def filled(tensor: Tensor) -> Tensor:
-        if not has_no_values(tensor):
-            return tensor
-        if tensor.dtype == torch.bool:
-            return torch.ones(tensor.shape, dtype=torch.bool)
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        return values.requires_grad_(tensor.requires_grad)
-
-    return Call(*map_tensors(filled, (call.args, call.kwargs)))
+def call_with_values(call: Call) -> Call:
+    """Give the tensors of a call that have no values some: a plan holds for any."""
+    generator = torch.Generator().manual_seed(0)
+    return Call(*map_tensors(lambda tensor: with_values(tensor, generator), (call.args, call.kwargs)))
 
 
 @contextmanager

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor.apply import shard_block
-from lightning_par.parallel.tensor.examples import Call, Seen, first_of_each_kind, guessed_call, kind_of, with_values
+from lightning_par.parallel.tensor.examples import Seen, call_with_values, first_of_each_kind, guessed_call, kind_of
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 from lightning_par.parallel.tensor.propose import Wish, plan_block
 from lightning_par.parallel.tensor.sequence import slice_sequence
 from lightning_par.parallel.tensor.trace import is_linear
+from lightning_par.parallel.tensor.verify import with_values
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
 
@@ -122,10 +122,10 @@ def plan_model(
     planned: list[tuple[tuple[str, ...], BlockTensorPlan]] = []
     first = first_of_each_kind(module, blocks)
     for names, own in _families(module, blocks, wishes):
-        block = _with_values(module.get_submodule(names[0]))
+        block = module.get_submodule(names[0])
         call = seen.calls[first[kind_of(module.get_submodule(names[0]))]] if seen else None
         try:
-            args, kwargs = with_values(call) if call else guessed_call(block)
+            args, kwargs = call_with_values(call) if call else guessed_call(_with_values(block))
             plan = plan_block(
                 block,
                 args,
@@ -276,16 +276,10 @@ def _is_inside(name: str, block: str) -> bool:
 
 
 def _with_values(block: nn.Module) -> nn.Module:
-    """Return the block, or a copy with random values of one that is on the meta device: a plan holds for any."""
+    """Return the block, or a copy with values of one that is on the meta device: any do to see how it is called."""
     if not any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
         return block
-    generator = torch.Generator().manual_seed(0)
-
-    def filled(tensor: Tensor) -> Tensor:
-        [value], _ = with_values(Call((tensor.detach(),), {}), generator)
-        return value if tensor.is_meta else tensor
-
-    return copy.deepcopy(block)._apply(filled)
+    return copy.deepcopy(block)._apply(with_values)
 
 
 def _of(block: nn.Module, problem: Problem) -> Problem:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +21,7 @@ from lightning_par.parallel.tensor.draws import draws_in_group, draws_in_trainin
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 from lightning_par.parallel.tensor.propose_sequence import with_sequence
+from lightning_par.parallel.tensor.shrink import shrink
 from lightning_par.parallel.tensor.trace import (
     LinearGraph,
     LinearGroup,
@@ -32,6 +35,8 @@ from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepa
 Wish = Literal["shard", "gather", "replicate"]
 # A proposal costs up to a second; attention that needs more of them is gathered.
 _MOST_TRIALS = 48
+# A block of more parameters is planned with a narrow copy of it.
+LARGE = 4_000_000
 
 
 class _Outcome(NamedTuple):
@@ -58,7 +63,7 @@ def plan_block(
     A plan is plain data that does not depend on the rank, and holds for every block of the same class and sizes.
 
     Args:
-        block: The block, with all its values (not on the meta device).
+        block: The block; on the meta device, it is planned with random values.
         args: Positional arguments of one call, as the model makes it.
         kwargs: Keyword arguments of that call. Tensors that require a gradient there have theirs compared.
         tp_size: Number of ranks.
@@ -71,13 +76,12 @@ def plan_block(
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
-        ParallelConfigError: If a style matches no Linear or cannot be had, or if the block has no values.
+        ParallelConfigError: If a style matches no Linear or cannot be had.
         ValueError: If the mesh is missing.
     """
     kwargs, styles = kwargs or {}, styles or {}
-    if any(param.is_meta for param in block.parameters()):
-        problem = f"{type(block).__name__} has parameters on the meta device, and a plan is verified with values"
-        raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
+    if mesh is None and dist.is_initialized():
+        raise ValueError("a process group is initialised, so a plan is verified on the tensor-parallel mesh: pass mesh")
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
     key = cache.key_of(block, args, kwargs, tp_size, styles, sequence_parallel) if use_cache else None
@@ -118,30 +122,37 @@ def _find_plan(
     )
     plan = BlockTensorPlan(tp_size, modules)
     problems = Problems()
+    device = mesh.device_type if mesh else "cpu"
+    small = shrink(block, args, kwargs, tp_size, device) if sum(m.numel for m in modules) > LARGE else None
     try:
-        trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+        trial = small.trial if small else prepare(block, args, kwargs, device)
         draws = draws_in_training(trial)
     except Exception as error:  # The block's own code, in a precision it may not know.
         reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
         if any(wish != "replicate" for wish in styles.values()):
             raise ParallelConfigError(Problem(f"{type(block).__name__}: {reason}")) from error
         return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
-    graph = trace_linears(trial.block, trial.args, trial.kwargs)
+    graph = small.graph if small else trace_linears(trial.block, trial.args, trial.kwargs)
+    whole = small.original if small else graph
     for name in graph.uncalled:
         reason = uncalled_reason(name, block)
         plan = _with_reason(plan, (name,), reason)
         if _wish((name,), styles) in ("shard", "gather"):
             problems.add(f"{name} cannot be divided: {reason}", f'tp_plan={{"*{name}": "replicate"}}')
-    plan, found = _divide_groups(trial, plan, graph, draws, mesh, styles)
+    limits = [limits_of(group, whole, block, tp_size) for group in whole.groups]
+    plan, found = _divide_groups(trial, plan, graph, limits, draws, mesh, styles)
     problems.extend(list(found))
     problems.raise_if_any()
-    return with_sequence(trial, plan, graph, draws, mesh) if sequence_parallel else plan
+    if sequence_parallel:
+        plan = with_sequence(trial, plan, graph, draws, mesh)
+    return _at_full_width(plan, block, whole) if small else plan
 
 
 def _divide_groups(
     trial: Trial,
     plan: BlockTensorPlan,
     graph: LinearGraph,
+    limits: Sequence[Limits],
     draws: tuple[RandomDraw, ...],
     mesh: DeviceMesh | None,
     styles: Mapping[str, Wish],
@@ -149,18 +160,31 @@ def _divide_groups(
     problems = Problems()
     verdict: Verdict | None = None
     for number, group in enumerate(graph.groups):
-        limits = limits_of(group, graph, trial.block, plan.tp_size)
+        its_limits = limits[number]
         if not is_separable(group, draws):
-            limits = limits._replace(reductions=(*limits.reductions, _inseparable(group)))
-        outcome = _divide(trial, plan, graph, group, number, limits, mesh, _wish(group.names, styles))
+            its_limits = its_limits._replace(reductions=(*its_limits.reductions, _inseparable(group)))
+        outcome = _divide(trial, plan, graph, group, number, its_limits, mesh, _wish(group.names, styles))
         plan, verdict = outcome.plan, outcome.verdict or verdict
         problems.extend(outcome.problems)
         if plan[group.names[0]].style in ("column", "fused column") and draws_in_group(group, draws):
             plan = replace(plan, random_groups=(*plan.random_groups, number))
     if verdict is None:
         return replace(plan, verified="nothing is divided"), problems
-    text = f"compared with the undivided block in float64, largest error {verdict.error:.1e} ({verdict.worst})"
+    largest = f"largest error {verdict.error:.1e} ({verdict.worst})"
+    text = f"compared with the undivided block in float64{trial.width}, {largest}"
     return replace(plan, verified=text), problems
+
+
+def _at_full_width(plan: BlockTensorPlan, block: nn.Module, graph: LinearGraph) -> BlockTensorPlan:
+    """Bring the numbers of a plan that was found with a narrow copy to those of the block."""
+
+    def value(patch: AttributePatch) -> int:
+        number: int = attrgetter(patch.attribute)(block.get_submodule(patch.module))
+        return number // plan.tp_size
+
+    modules = (replace(m, parts=graph.linears[m.name].parts) if m.parts else m for m in plan.modules)
+    patches = (replace(patch, value=value(patch)) for patch in plan.patches)
+    return replace(plan, modules=tuple(modules), patches=tuple(patches))
 
 
 def _inseparable(group: LinearGroup) -> Problem:

@@ -25,6 +25,7 @@ from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor._compat import (
     CAN_SIMULATE,
     fresh,
+    has_no_values,
     on_each_rank,
     rank_values,
     simulated_mesh,
@@ -68,6 +69,7 @@ class Trial:
         kwargs: Keyword arguments.
         inputs: Which of the tensors among them have a gradient, by position.
         expected: Its outputs and gradients by name.
+        width: Said of errors, if the block is not as wide as the user's: " on a copy 1/8 as wide".
     """
 
     block: nn.Module
@@ -75,6 +77,7 @@ class Trial:
     kwargs: Mapping[str, Any]
     inputs: frozenset[int]
     expected: Mapping[str, Tensor]
+    width: str = ""
 
 
 class InDouble(TorchFunctionMode):
@@ -93,19 +96,24 @@ class InDouble(TorchFunctionMode):
 
 
 def prepare(
-    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | str = "cpu"
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    width: str = "",
 ) -> Trial:
     """Run a copy of a block undivided.
 
     Args:
-        block: The block; it stays as it is.
+        block: The block; it stays as it is, and may be on the meta device.
         args: Positional arguments of one call.
         kwargs: Keyword arguments of it. Gradients of the first floating tensor and of those that require one are
             compared.
         device: Where to compute.
+        width: Of the trial.
     """
     generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(block).to(device).double().eval()
+    twin = copy.deepcopy(block)._apply(with_values).to(device).double().eval()
     for param in twin.parameters():
         param.grad = None
         if not param.is_floating_point():
@@ -117,7 +125,7 @@ def prepare(
     floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
     inputs = [*floating[:1], *(i for i in floating if tensors[i].requires_grad)]
     args, kwargs = map_tensors(lambda tensor: _double(tensor, device), (args, kwargs))
-    trial = Trial(twin, args, kwargs, frozenset(inputs), {})
+    trial = Trial(twin, args, kwargs, frozenset(inputs), {}, width)
     expected = {name: value for name, [value] in _run(trial, twin).items()}
     twin.zero_grad(set_to_none=True)
     return replace(trial, expected=expected)
@@ -144,7 +152,7 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
         except Exception as error:  # A wrong plan fails in the block's own code, in any way.
-            verdict = Verdict(math.inf, describe(error))
+            verdict = Verdict(math.inf, describe(error) + trial.width)
     if mesh is not None and not simulate:
         worst = torch.tensor(verdict.error, dtype=torch.float64, device=mesh.device_type)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -155,6 +163,24 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
 def describe(error: Exception) -> str:
     """Return the class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def with_values(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return a tensor, or one with values for one that has none.
+
+    Floats are random, integers zero and booleans true. Parameters are zero: `prepare` adds noise of the right size.
+    """
+    if not has_no_values(tensor):
+        return tensor
+    if tensor.dtype == torch.bool:
+        return torch.ones(tensor.shape, dtype=torch.bool)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    generator = generator or torch.Generator().manual_seed(0)
+    values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return values.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
