@@ -21,6 +21,7 @@ from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import not_compiled
 from lightning_par.parallel.carried import carry_over
 from lightning_par.parallel.tensor._compat import map_first_tensor
+from lightning_par.parallel.tensor.collectives import first_order, refuse_second_order
 from lightning_par.parallel.tensor.fused import note_order
 from lightning_par.parallel.tensor.plan import BlockTensorPlan, ModulePlan, SequenceEntry
 from lightning_par.parallel.tensor.sequence import cut_slice, gather_for_group, gather_slices, whole_dtensor
@@ -135,7 +136,7 @@ def _entry(make: _Enter) -> tuple[_Enter, Callable[[], None]]:
         key = (source._version, torch.is_grad_enabled()) if shareable else None
         if last and shareable and last[0] is source and last[1] == key:
             return last[2]
-        entered = make(source)
+        entered = make(first_order(source) if source.requires_grad else source)
         last[:] = [source, key, entered]
         return entered
 
@@ -234,6 +235,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         part = DTensor.from_local(flat, ctx.mesh, [Partial()], run_check=False)
         total = part.redistribute(placements=[Replicate()]).to_local()

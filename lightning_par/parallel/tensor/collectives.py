@@ -12,6 +12,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.errors import ParallelConfigError, Problem
+
+
+def refuse_second_order() -> None:
+    """Raise in a backward that will be differentiated itself: that would leave out what other ranks contribute.
+
+    Raises:
+        ParallelConfigError: Under `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise ParallelConfigError(
+            Problem(
+                "gradients are differentiated (create_graph=True) through modules that are divided over tp ranks, "
+                "which would leave out what the other ranks contribute",
+                "tp_size=1 (the data-parallel family differentiates gradients)",
+                "tp_size: 1",
+            )
+        )
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
+        return gradients[0]
+
+
+def first_order(tensor: Tensor) -> Tensor:
+    """Return a tensor whose gradient cannot be differentiated again; see `refuse_second_order`."""
+    same: Tensor = _FirstOrder.apply(tensor)
+    return same
+
 
 class _SumValues(torch.autograd.Function):
     @staticmethod
@@ -22,6 +58,7 @@ class _SumValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         return gradients[0], None
 
 
@@ -33,6 +70,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -49,6 +87,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         start = ctx.group.rank() * ctx.size
         return gradients[0].narrow(ctx.dim, start, ctx.size).contiguous(), None, None
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.parallel.tensor.collectives import refuse_second_order
+
 
 class _RowLosses(torch.autograd.Function):
     """Unreduced losses of rows; zero where the target is ignored.
@@ -57,6 +59,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         softmax, index, mine, of_target, counted, own_weight = ctx.saved_tensors
         share = ctx.smoothing / ctx.classes * counted
         scale = (1 - ctx.smoothing) * of_target

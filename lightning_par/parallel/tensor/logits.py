@@ -167,6 +167,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gather_logits(data: Any) -> Any:
     """Gather the divided logits in nested containers, such as what a step returns; collective over their ranks."""
+    if not any(isinstance(leaf, DividedLogits) for leaf in leaves(data)):
+        return data
     return map_tensors(whole, data)
 
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_par.parallel._compat import leaves, map_leaves
+from lightning_par.parallel._compat import leaves, map_leaves, no_torch_modes
+from lightning_par.parallel.random import default_generator
 from lightning_par.parallel.tensor._compat import DispatchMode, fresh
 
 Role = Literal["column", "row", "conflict"]
@@ -198,7 +199,7 @@ class _Tracer(DispatchMode):
         out = func(*args, **(kwargs or {}))
         flows = [self.get(leaf) for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
         opened = frozenset[str]().union(*(flow.open for flow in flows))
-        if random_before is not None and not torch.equal(random_before, _random_state(args, kwargs)):
+        if random_before is not None and random_before != _random_state(args, kwargs):
             self.found.draws.append(RandomDraw(opened, tuple(self.found.called), tuple(self.running)))
         data = any(flow.data for flow in flows)
         parameters = frozenset[str]().union(*(flow.parameters for flow in flows if not flow.data))
@@ -241,11 +242,15 @@ class _Tracer(DispatchMode):
             self.found.cuts.setdefault(piece.linear, set()).update(range(0, piece.length + 1, size))
 
 
-def _random_state(args: Any, kwargs: Any) -> Tensor:
+def _random_state(args: Any, kwargs: Any) -> bytes:
     """The state of the generator that an operator may draw from: attention has operators that often do not."""
     tensors = (leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor))
     device = torch.device((kwargs or {}).get("device") or next((tensor.device for tensor in tensors), "cpu"))
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    generator = default_generator(device)
+    if generator is None:
+        return b""
+    with no_torch_modes():
+        return generator.get_state().numpy().tobytes()
 
 
 def _operator(func: Any) -> str:
