@@ -112,6 +112,9 @@ class Nano(Base):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.model.loss((x, y))
 
+    def whole_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.loss(*batch)
+
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nano": ("Nano", {}),

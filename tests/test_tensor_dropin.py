@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from probe import long_run
 from tensor_models import Nano
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from lightning_par.callbacks import MemoryMonitor
+from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import Run, assert_same_training, build_strategy, in_original_order, make_trainer, train
@@ -154,3 +156,38 @@ def monitored() -> dict[str, float]:
 def test_memory_is_that_of_a_rank() -> None:
     first, second = run_ranks(2, monitored)
     assert first == second
+
+
+def early_optimizer(parallel: bool) -> dict[str, Tensor]:
+    """A step before the module is divided, so that the optimizer has state, and two after."""
+    torch.manual_seed(3)
+    module = Nano().double()
+    optimizer = module.configure_optimizers()
+    batches = list(DataLoader(Tokens(12), batch_size=4))
+
+    def step(module: nn.Module, batch: Any, backward: Any) -> None:
+        optimizer.zero_grad()
+        backward(module.model.loss(batch))
+        optimizer.step()
+
+    step(module, batches[0], Tensor.backward)
+    if not parallel:
+        for batch in batches[1:]:
+            step(module, batch, Tensor.backward)
+        return in_original_order(module, dict(module.named_parameters()))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=fabric_strategies.TensorParallelStrategy(tp_size=2))
+    fabric.launch()
+    model, divided = fabric.setup(module, optimizer)
+    model.mark_forward_method("whole_loss")
+    for batch in batches[1:]:
+        divided.zero_grad()
+        fabric.backward(model.whole_loss(batch))
+        divided.step()
+    return in_original_order(module, dict(module.named_parameters()))
+
+
+def test_an_optimizer_with_state_from_before_goes_on() -> None:
+    [expected] = run_ranks(1, early_optimizer, False)
+    for found in run_ranks(2, early_optimizer, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor, parameter_names
-from lightning_par.parallel.tensor.fused import FeatureOrder, feature_orders
+from lightning_par.parallel.tensor.fused import FeatureOrder, feature_orders, reorder_state
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _NAMES_SHOWN = 20
@@ -123,7 +123,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 state[name] = dict(optimizer.state[param])
                 _check_savable(name, param, state[name])
                 if name in orders:
-                    state[name] = _reordered(name, state[name], param, orders[name], to_ranks=False)
+                    state[name] = reorder_state(name, state[name], param, orders[name], to_ranks=False)
     unowned = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if unowned:
         raise CheckpointError(f"{type(optimizer).__name__} keeps state under {unowned}, which are not parameters.")
@@ -183,7 +183,7 @@ def restore_optimizer(
         if name in state:
             optimizer.state[param] = dict(state[name])
             if name in orders:
-                optimizer.state[param] = _reordered(name, state[name], param, orders[name], to_ranks=True)
+                optimizer.state[param] = reorder_state(name, state[name], param, orders[name], to_ranks=True)
     for group, saved in zip(optimizer.param_groups, groups or optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if key in _IMPLEMENTATION_KEYS:
@@ -330,37 +330,6 @@ def _placed(key: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> An
 
 def _orders(module: nn.Module) -> dict[str, FeatureOrder]:
     return {plain_name(name): order for name, order in feature_orders(module).items()}
-
-
-def _reordered(
-    name: str,
-    state: Mapping[str, Any],
-    param: Tensor,
-    order: FeatureOrder,
-    *,
-    to_ranks: bool,
-) -> dict[str, Any]:
-    """Bring the state of a parameter with fused features into another order of the features."""
-
-    def brought(value: Tensor, order: FeatureOrder) -> Tensor:
-        return order.of_ranks(value) if to_ranks else order.original(value)
-
-    def reordered(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            return value
-        if value.ndim == param.ndim:
-            # A factor has size 1 where it is a mean.
-            return brought(value, order) if value.shape[order.dim] == param.shape[order.dim] else value
-        if value.ndim == 1 and key.endswith(("row", "col")):
-            kept = 0 if key.endswith("row") else 1
-            return brought(value, order._replace(dim=0)) if kept == order.dim else value
-        raise CheckpointError(
-            f"optimizer state {key!r} of {name} has the shape {tuple(value.shape)}, and which of it belongs to which "
-            f"feature of its parameter of shape {tuple(param.shape)} is not known. Its features are in the order of "
-            'the tp ranks, so it cannot be saved: divide the parameter otherwise, tp_plan={"...": "gather"}.'
-        )
-
-    return {key: reordered(key, value) for key, value in state.items()}
 
 
 def _check_savable(name: str, param: Tensor, state: Mapping[str, Any]) -> None:

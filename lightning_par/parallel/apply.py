@@ -466,6 +466,11 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
         handle.data.reshard()
     now = [dict(handle.module.named_parameters()) for handle in handles]
     current = {param for names in now for param in names.values()}
+    orders = {
+        names[name]: (name, order)
+        for handle, names in zip(handles, now, strict=True)
+        for name, order in tensor.feature_orders(handle.module).items()
+    }
     strange, valueless = [], 0
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
@@ -480,6 +485,10 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
             elif optimizers.has_state_on_meta(optimizer, param):
                 valueless += 1
             else:
+                if replacement is not param and replacement in orders and param in optimizer.state:
+                    name, order = orders[replacement]
+                    state = tensor.reorder_state(name, optimizer.state[param], param, order, to_ranks=True)
+                    optimizer.state[param] = state
                 optimizers.move_state(optimizer, param, replacement)
                 group["params"][i] = replacement
     problems = Problems()

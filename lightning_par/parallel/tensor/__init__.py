@@ -2,6 +2,7 @@
 
 from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import Example, examples_of, observe
+from lightning_par.parallel.tensor.fused import feature_orders, reorder_state
 from lightning_par.parallel.tensor.logits import DividedLogits, gather_logits
 from lightning_par.parallel.tensor.model import (
     STYLES,
@@ -35,11 +36,13 @@ __all__ = [
     "VocabularyPlan",
     "divide_vocabulary",
     "examples_of",
+    "feature_orders",
     "gather_logits",
     "observe",
     "plan_block",
     "plan_model",
     "plan_vocabulary",
+    "reorder_state",
     "shard_block",
     "shard_model",
     "slice_chains",

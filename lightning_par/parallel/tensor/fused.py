@@ -6,11 +6,13 @@ checkpoints see that of the undivided module (q k v), so that they fit any layou
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel.shards import full_tensor, parameter_names, sharded_like
 
 _NOTE = "_lightning_par_feature_order"
@@ -63,6 +65,46 @@ def feature_orders(module: nn.Module) -> dict[str, FeatureOrder]:
         getattr(owner, key): order for owner in module.modules() for key, order in vars(owner).get(_NOTE, {}).items()
     }
     return {name: notes[param] for param, name in parameter_names(module).items() if param in notes}
+
+
+def reorder_state(
+    name: str, state: Mapping[str, Any], param: Tensor, order: FeatureOrder, *, to_ranks: bool
+) -> dict[str, Any]:
+    """Bring an optimizer's state of a parameter into another order of the features; collective for DTensors.
+
+    Args:
+        name: The parameter's name.
+        state: Values by key.
+        param: The parameter.
+        order: Where its features are.
+        to_ranks: From the order of the undivided module into that of ranks; else back.
+
+    Raises:
+        ParallelConfigError: If it cannot be told which part of a value belongs to which feature.
+    """
+
+    def brought(value: Tensor, order: FeatureOrder) -> Tensor:
+        return order.of_ranks(value) if to_ranks else order.original(value)
+
+    def reordered(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return value
+        if value.ndim == param.ndim:
+            # A factor has size 1 where it is a mean.
+            return brought(value, order) if value.shape[order.dim] == param.shape[order.dim] else value
+        if value.ndim == 1 and key.endswith(("row", "col")):
+            kept = 0 if key.endswith("row") else 1
+            return brought(value, order._replace(dim=0)) if kept == order.dim else value
+        raise ParallelConfigError(
+            Problem(
+                f"optimizer state {key!r} of {name} has the shape {tuple(value.shape)}, and which of it belongs to "
+                f"which feature of its parameter of shape {tuple(param.shape)} is not known; its features are in the "
+                "order of the tp ranks",
+                f'tp_plan={{"{name.rpartition(".")[0]}": "gather"}}',
+            )
+        )
+
+    return {key: reordered(key, value) for key, value in state.items()}
 
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
