@@ -13,7 +13,8 @@ from lightning_par import strategies
 from lightning_par.errors import ParallelConfigError
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import capabilities
-from lightning_par.parallel.apply import ParallelOptions, check
+from lightning_par.parallel.apply import check
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import dtype_table, resolve_precision
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -25,8 +25,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,20 +34,19 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_par.blocks import BlockPlan, find_blocks
-from lightning_par.errors import Problem, Problems
+from lightning_par.errors import Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, _compat_fsdp, capabilities, data, gradients, optimizers, tensor
+from lightning_par.parallel import _compat, _compat_fsdp, data, gradients, optimizers, tensor
 from lightning_par.parallel.carried import hook_problems
-from lightning_par.parallel.materialize import capture_init
+from lightning_par.parallel.materialize import InitPlan, capture_init
 from lightning_par.parallel.memory import (
-    ActivationCheckpointing,
     apply_activation_checkpointing,
     apply_compile,
-    checkpointing_problems,
 )
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
 from lightning_par.parallel.shards import class_name, parameter_names
-from lightning_par.parallel.tensor import ModelTensorPlan, TensorPlanOption
+from lightning_par.parallel.tensor import ModelTensorPlan
 
 log = logging.getLogger(__name__)
 
@@ -55,97 +54,6 @@ log = logging.getLogger(__name__)
 ROOT_ONLY_LIMIT = 10_000_000
 
 _HANDLE = "_lightning_par_handle"
-
-Blocks = str | type[nn.Module] | Sequence[str | type[nn.Module]]
-Checkpointing = bool | str | int | ActivationCheckpointing | Callable[[str, nn.Module], bool] | None
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """How to apply a layout; the strategies take the same options under the same names.
-
-    Args:
-        zero_stage: 1 (optimizer state), 2 (and gradients), 3 (and parameters) sharded over the `fsdp` ranks.
-        blocks: The repeated blocks: "auto", or classes, class names or globs of names.
-        reshard_after_forward: Overrides the stage's choice; an int re-shards over that many ranks.
-        activation_checkpointing: None, "full", "selective", every n-th block (int), `ActivationCheckpointing`, or a
-            function of name and block.
-        compile: Compile each block; a string names the backend.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        sync_every_batch: Reduce gradients in each accumulation step; "auto": for ZeRO-2, ZeRO-3 and HSDP.
-        tp_plan: How Linears are divided over the tp ranks: "auto", or styles by globs of names, or a function of the
-            model that returns such (see `tensor.STYLES`). What no glob names is found out.
-        sequence_parallel: Cut the sequence over the tp ranks inside the blocks.
-        loss_parallel: "auto" leaves logits divided over the vocabulary where the loss can be computed so; False gathers
-            them.
-        verify: "auto" trusts a tensor-parallel plan that was verified before with the same code; "always" does it anew.
-    """
-
-    zero_stage: int = 3
-    blocks: Blocks = "auto"
-    reshard_after_forward: bool | int | None = None
-    activation_checkpointing: Checkpointing = None
-    compile: bool | str = False
-    cpu_offload: bool = False
-    sync_every_batch: bool | Literal["auto"] = "auto"
-    tp_plan: TensorPlanOption = "auto"
-    sequence_parallel: bool = False
-    loss_parallel: Literal["auto", False] = "auto"
-    verify: Literal["auto", "always"] = "auto"
-
-    def features(self, layout: ParallelLayout, policy: PrecisionPolicy) -> set[str]:
-        """Name what is used, in the words of `capabilities.FEATURES`."""
-        sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "ep": layout.ep_size}
-        used = {axis for axis, size in sizes.items() if size != 1}
-        used.add("ddp" if layout.dp_shard_size == 1 else f"zero{self.zero_stage}")
-        if layout.dp_shard_size != 1 and layout.dp_replicate_size != 1:
-            used.add("hsdp")
-        if policy.scaler:
-            used.add("16-mixed")
-        if self.activation_checkpointing not in (None, False):
-            used.add("activation checkpointing")
-        if self.compile:
-            used.add("compile")
-        if self.cpu_offload:
-            used.add("cpu offload")
-        if self.sequence_parallel:
-            used.add("sequence parallel")
-        return used
-
-    def problems(self, layout: ParallelLayout, policy: PrecisionPolicy) -> list[Problem]:
-        """List what is wrong with these options under a layout (as requested: a -1 may still be in it)."""
-        problems = Problems()
-        if self.zero_stage not in (1, 2, 3) or isinstance(self.zero_stage, bool):
-            problems.add(f"zero_stage is {self.zero_stage!r}; the stages are 1, 2 and 3", "zero_stage=3")
-            # The rest is checked as the fix would have it.
-            return [*problems, *replace(self, zero_stage=3).problems(layout, policy)]
-        if self.sync_every_batch not in (True, False, "auto"):
-            problems.add(
-                f"sync_every_batch is {self.sync_every_batch!r}; it is True, False or 'auto'", "sync_every_batch='auto'"
-            )
-        if self.loss_parallel not in ("auto", False):
-            problems.add(f"loss_parallel is {self.loss_parallel!r}; it is 'auto' or False", "loss_parallel='auto'")
-        if self.verify not in ("auto", "always"):
-            problems.add(f"verify is {self.verify!r}; it is 'auto' or 'always'", "verify='auto'")
-        if layout.tp_size == 1 and self.sequence_parallel:
-            problems.add("sequence_parallel cuts the sequence over tp ranks, and tp_size is 1", "tp_size=2")
-        if layout.tp_size == 1 and self.tp_plan != "auto":
-            problems.add("tp_plan says how to divide over tp ranks, and tp_size is 1", "tp_size=2")
-        reshard = self.reshard_after_forward
-        if self.zero_stage < 3 and reshard:
-            problems.add(
-                f"reshard_after_forward={reshard!r} frees the gathered parameters that ZeRO-{self.zero_stage} keeps",
-                "zero_stage=3",
-            )
-        if layout.dp_shard_size == 1 and reshard is not None:
-            problems.add("reshard_after_forward has no meaning where nothing is sharded", "reshard_after_forward=None")
-        if not isinstance(reshard, bool | None) and reshard < 2:
-            problems.add(
-                f"reshard_after_forward={reshard} is no number of ranks to re-shard over", "reshard_after_forward=True"
-            )
-        problems.extend(checkpointing_problems(self.activation_checkpointing))
-        problems.extend(capabilities.problems_of(self.features(layout, policy)))
-        return list(problems)
 
 
 @dataclass
@@ -256,7 +164,7 @@ def parallelize(
     problems = Problems()
     problems.extend(hook_problems(module))
     problems.raise_if_any()
-    plan = plan_blocks(module, options, layout)
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=layout.tp_size)
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
     initial.synchronise(dist.group.WORLD)  # type: ignore[arg-type]
@@ -265,14 +173,7 @@ def parallelize(
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
     if layout.tp_size > 1:
-        tensor_plan = tensor_plan or _plan_tensors(module, plan, layout, options, mesh, example_inputs)
-        tensor.shard_model(
-            module,
-            tensor_plan,
-            mesh.mesh("tp"),
-            loss_parallel=options.loss_parallel == "auto",
-            materialize=lambda names: initial.materialize(module, "cpu", only=names),
-        )
+        tensor_plan = _divide_tensors(module, plan, options, mesh, initial, example_inputs, tensor_plan)
     blocks = [(name, module.get_submodule(name)) for name in plan.names]
     checkpointed = apply_activation_checkpointing(blocks, options.activation_checkpointing)
     if options.compile:
@@ -348,28 +249,28 @@ def check(layout: ParallelLayout, options: ParallelOptions, policy: PrecisionPol
     problems.raise_if_any()
 
 
-def plan_blocks(module: nn.Module, options: ParallelOptions, layout: ParallelLayout) -> BlockPlan:
+def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, tp_size: int = 1) -> BlockPlan:
     """Find the blocks; a model without any is refused where an option asks for them or it is large and sharded.
 
     Args:
         module: The model.
         options: Name the blocks, or use them.
-        layout: Says whether parameters will be sharded, and which axes work on blocks.
+        sharded: Whether parameters will be sharded over data ranks.
+        tp_size: Number of ranks that blocks will be divided over.
 
     Raises:
         ParallelConfigError: Naming the classes that were seen.
     """
     numel = sum(p.numel() for p in module.parameters())
-    needed = layout.dp_shard_size != 1
     using = {
         "activation_checkpointing": options.activation_checkpointing not in (None, False),
         "compile": bool(options.compile),
     }
     wanted = [f"{name}={getattr(options, name)!r}" for name, used in using.items() if used]
-    wanted_for = " and ".join(wanted + [f"tp_size={layout.tp_size}"] * (layout.tp_size != 1))
-    required = options.blocks != "auto" or bool(wanted_for) or (needed and numel > ROOT_ONLY_LIMIT)
+    wanted_for = " and ".join(wanted + [f"tp_size={tp_size}"] * (tp_size > 1))
+    required = options.blocks != "auto" or bool(wanted_for) or (sharded and numel > ROOT_ONLY_LIMIT)
     plan = find_blocks(module, options.blocks, require=required, wanted_for=wanted_for)
-    if needed and not plan.names:
+    if sharded and not plan.names:
         log.info(
             "%s has no repeated blocks: its %s parameters are sharded as one unit and gathered all at once",
             type(module).__name__,
@@ -378,35 +279,32 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, layout: ParallelLay
     return plan
 
 
-def _plan_tensors(
+def _divide_tensors(
     module: nn.Module,
     blocks: BlockPlan,
-    layout: ParallelLayout,
     options: ParallelOptions,
     mesh: ParallelMesh,
+    initial: InitPlan,
     example_inputs: Any,
+    known: ModelTensorPlan | None,
 ) -> ModelTensorPlan:
-    """Look at the model on every rank, as it may communicate; plan on one, and tell the others."""
-    seen = tensor.observe(module, blocks.names, tensor.examples_of(module, blocks.names, example_inputs))
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = tensor.plan_model(
-                module,
-                blocks.names,
-                layout.tp_size,
-                seen=seen,
-                tp_plan=options.tp_plan,
-                sequence_parallel=options.sequence_parallel,
-                mesh=mesh.mesh("tp"),
-                use_cache=options.verify == "auto",
-            )
-        except Exception as error:  # raised on all ranks, else the others would wait
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    plan: ModelTensorPlan = box[0]
+    """Divide blocks, embedding and head over the tp ranks, as a known plan says or one that is made."""
+    plan = known or tensor.plan_together(
+        module,
+        blocks.names,
+        tensor.examples_of(module, blocks.names, example_inputs),
+        mesh.mesh("tp"),
+        tp_plan=options.tp_plan,
+        sequence_parallel=options.sequence_parallel,
+        use_cache=options.verify == "auto",
+    )
+    tensor.shard_model(
+        module,
+        plan,
+        mesh.mesh("tp"),
+        loss_parallel=options.loss_parallel == "auto",
+        materialize=lambda names: initial.materialize(module, "cpu", only=names),
+    )
     return plan
 
 

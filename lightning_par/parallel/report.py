@@ -11,8 +11,9 @@ from lightning_par.blocks import BlockPlan
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import tensor
 from lightning_par.parallel.accounting import PHASES, human, model_state
-from lightning_par.parallel.apply import ParallelOptions, check, plan_blocks
+from lightning_par.parallel.apply import check, plan_blocks
 from lightning_par.parallel.data import units_beside_blocks
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import PrecisionPolicy
 
 
@@ -41,7 +42,7 @@ def explain(
     replicated = layout.dp_shard_size == 1
     resolved = layout.resolve(world_size)
     stage = 0 if replicated else options.zero_stage
-    plan = plan_blocks(module, options, resolved)
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=resolved.tp_size)
     sections = [("Layout", resolved.describe()), ("Blocks", plan.report())]
     share = 1.0
     if resolved.tp_size > 1:

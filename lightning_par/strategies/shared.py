@@ -29,6 +29,7 @@ from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import apply
 from lightning_par.parallel.memory import ActivationCheckpointing
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
 from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.parallel.report import explain
@@ -157,7 +158,7 @@ class MeshShell:
         super().__init__()
         foreign.introduce(type(self))
         self._layout = ParallelLayout(pp_size, dp_replicate_size, dp_shard_size, ep_size, cp_size, tp_size)
-        self._options = apply.ParallelOptions(
+        self._options = ParallelOptions(
             zero_stage=zero_stage,
             blocks=_merge_blocks(blocks, auto_wrap_policy),
             reshard_after_forward=reshard_after_forward,

@@ -9,6 +9,7 @@ from lightning_par.parallel.tensor.model import (
     ModelTensorPlan,
     TensorPlanOption,
     plan_model,
+    plan_together,
     shard_model,
     slice_chains,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "observe",
     "plan_block",
     "plan_model",
+    "plan_together",
     "plan_vocabulary",
     "reorder_state",
     "shard_block",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor.apply import shard_block
-from lightning_par.parallel.tensor.examples import Seen, call_with_values, first_of_each_kind, guessed_call, kind_of
+from lightning_par.parallel.tensor.examples import (
+    Example,
+    Seen,
+    call_with_values,
+    first_of_each_kind,
+    guessed_call,
+    kind_of,
+    observe,
+)
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 from lightning_par.parallel.tensor.propose import Wish, plan_block
 from lightning_par.parallel.tensor.sequence import slice_sequence
@@ -157,6 +166,35 @@ def plan_model(
         )
     problems.raise_if_any()
     return result
+
+
+def plan_together(
+    module: nn.Module, blocks: Sequence[str], examples: Iterable[Example], mesh: DeviceMesh, **options: Any
+) -> ModelTensorPlan:
+    """Look at a model on every rank, as it may communicate; plan on the first, and tell the others. Collective.
+
+    Args:
+        module: The whole model, the same on all ranks.
+        blocks: Names of its blocks.
+        examples: Ways to run it.
+        mesh: The tensor-parallel mesh.
+        **options: Those of `plan_model`.
+
+    Raises:
+        ParallelConfigError: On every rank, as `plan_model`.
+    """
+    seen = observe(module, blocks, examples)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = plan_model(module, blocks, mesh.size(), seen=seen, mesh=mesh, **options)
+        except Exception as error:  # raised on all ranks, else the others would wait
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    plan: ModelTensorPlan = box[0]
+    return plan
 
 
 def shard_model(
