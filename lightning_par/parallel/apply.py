@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,9 @@ from lightning_par.parallel.memory import (
 from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
 from lightning_par.parallel.shards import class_name, parameter_names
-from lightning_par.parallel.tensor import ModelTensorPlan
+
+if TYPE_CHECKING:
+    from lightning_par.parallel.tensor import ModelTensorPlan
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -13,7 +13,9 @@ from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import capabilities
 from lightning_par.parallel.memory import ActivationCheckpointing, checkpointing_problems
 from lightning_par.parallel.precision import PrecisionPolicy
-from lightning_par.parallel.tensor import TensorPlanOption
+
+if TYPE_CHECKING:
+    from lightning_par.parallel.tensor import TensorPlanOption
 
 Blocks = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 Checkpointing = bool | str | int | ActivationCheckpointing | Callable[[str, nn.Module], bool] | None

@@ -12,14 +12,14 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
+from lightning_par.parallel import tensor
 from lightning_par.parallel._compat import map_tensors
-from lightning_par.parallel.tensor.examples import Example
 from lightning_par.strategies import _compat
 
 _SAMPLES = 2
 
 
-def step_example(trainer: pl.Trainer, module: pl.LightningModule) -> Example | None:
+def step_example(trainer: pl.Trainer, module: pl.LightningModule) -> tensor.Example | None:
     """The step of the run that begins, on the first samples of its data; None where they cannot be had.
 
     Nothing is logged, metrics stay as they are, and no iterator of the data is begun: a later one sees all samples.
@@ -39,7 +39,7 @@ def step_example(trainer: pl.Trainer, module: pl.LightningModule) -> Example | N
         with _quiet(module), trainer.precision_plugin.train_step_context():
             return step(batch, *indices)
 
-    return Example(f"{name} on the first {_SAMPLES} samples", run)
+    return tensor.Example(f"{name} on the first {_SAMPLES} samples", run)
 
 
 def first_samples(loader: Any) -> Any:

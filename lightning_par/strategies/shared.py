@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,11 @@ from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, re
 from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.parallel.report import explain
 from lightning_par.parallel.shards import full_tensor
-from lightning_par.parallel.tensor.examples import Example
 from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
+
+if TYPE_CHECKING:
+    from lightning_par.parallel.tensor import Example
 
 log = logging.getLogger(__name__)
 _LAST_BREATH = 0.1  # seconds
@@ -442,6 +444,27 @@ def make_way(path: str | os.PathLike[str]) -> None:
     """Remove what a file is not written over: a link, since its target would be, and a checkpoint directory."""
     if os.path.islink(path) or is_sharded_checkpoint(path):
         remove_checkpoint(path)
+
+
+def meet(key: str, timeout: timedelta) -> bool:
+    """Wait for all ranks without a collective: True on every rank if all came in time, else False on every rank."""
+    store = _compat.default_store()
+
+    def decide(verdict: str) -> None:
+        # Only the first decision counts: nobody goes on with a rank that has just given up.
+        if store.add(f"{key}/decisions", 1) == 1:
+            store.set(f"{key}/verdict", verdict)
+
+    try:
+        if store.add(f"{key}/arrived", 1) == dist.get_world_size():
+            decide("all")
+        try:
+            store.wait([f"{key}/verdict"], timeout)
+        except RuntimeError:
+            decide("not all")
+        return bool(store.get(f"{key}/verdict") == b"all")
+    except RuntimeError:  # the store has gone with the rank that serves it
+        return False
 
 
 _meshes: dict[tuple[ParallelLayout, str], tuple[weakref.ref[Any], ParallelMesh]] = {}

@@ -27,16 +27,16 @@ from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.parallel import tensor
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
-from lightning_par.parallel.tensor import gather_logits
 from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.precision import trainer_plugin
-from lightning_par.strategies.shared import MeshShell, make_way
+from lightning_par.strategies.shared import MeshShell, make_way, meet
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare_batch(args[0])
-        return gather_logits(super().training_step(*args, **kwargs))
+        return self._gathered(super().training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,18 +270,22 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._take_turn(super().predict_step, *args, **kwargs)
 
+    def _gathered(self, result: Any) -> Any:
+        """What a step returns, the logits in it gathered."""
+        return result if self.parallelized.tensor_plan is None else tensor.gather_logits(result)
+
     def _take_turn(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, and join the other data ranks in those that this rank does not have."""
         turns, units = self._turns, self.parallelized.data.units
         if turns is None:
-            return gather_logits(step(*args, **kwargs))
+            return self._gathered(step(*args, **kwargs))
         if turns.everywhere:
             self._compare_batch(args[0])
         if units is not None:
             units.remember_gathers()
         self._alone = turns.begin()
         try:
-            result = gather_logits(step(*args, **kwargs))
+            result = self._gathered(step(*args, **kwargs))
         finally:
             self._alone = False
         for _ in range(turns.idle()):
@@ -452,7 +456,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if self._met_after_exception:
             return
         exception = sys.exception()
-        if not _meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
+        if not meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
             note = (
                 f"rank {dist.get_rank()} saves no checkpoint on this exception: not all ranks failed within "
                 f"{EXCEPTION_AGREEMENT.total_seconds():.0f} s, and a checkpoint needs all of them"
@@ -476,24 +480,3 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _meet(key: str, timeout: timedelta) -> bool:
-    """Wait for all ranks without a collective: True on every rank if all came in time, else False on every rank."""
-    store = _compat.default_store()
-
-    def decide(verdict: str) -> None:
-        # Only the first decision counts: nobody goes on with a rank that has just given up.
-        if store.add(f"{key}/decisions", 1) == 1:
-            store.set(f"{key}/verdict", verdict)
-
-    try:
-        if store.add(f"{key}/arrived", 1) == dist.get_world_size():
-            decide("all")
-        try:
-            store.wait([f"{key}/verdict"], timeout)
-        except RuntimeError:
-            decide("not all")
-        return bool(store.get(f"{key}/verdict") == b"all")
-    except RuntimeError:  # the store has gone with the rank that serves it
-        return False
