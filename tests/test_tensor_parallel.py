@@ -12,7 +12,7 @@ from tensor_models import KINDS
 from lightning_par.testing import run_ranks
 from parity import Run, assert_same_training, reference, train
 
-QUICK = ("nano", "llama", "gpt2")
+QUICK = ("nano", "llama")
 
 
 TWO = {"tp_size": 2}
@@ -74,7 +74,7 @@ def test_with_the_data_family(kind: str, layout: str, host: str) -> None:
     [
         {"activation_checkpointing": "full"},
         long_run({"activation_checkpointing": "selective"}),
-        {"compile": "aot_eager"},
+        long_run({"compile": "aot_eager"}),
         long_run({"compile": "aot_eager", "activation_checkpointing": "full"}),
         long_run({"cpu_offload": True}),
         {"loss_parallel": False},

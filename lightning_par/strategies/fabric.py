@@ -33,7 +33,14 @@ from lightning_par.strategies.presets import (
 )
 from lightning_par.strategies.shared import MeshShell, make_way
 
-__all__ = ["DataParallelStrategy", "FSDP2Strategy", "HSDPStrategy", "MeshStrategy", "ZeROStrategy"]
+__all__ = [
+    "DataParallelStrategy",
+    "FSDP2Strategy",
+    "HSDPStrategy",
+    "MeshStrategy",
+    "TensorParallelStrategy",
+    "ZeROStrategy",
+]
 
 State = dict[str, nn.Module | Optimizer | Any]
 
