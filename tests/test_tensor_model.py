@@ -180,7 +180,8 @@ def test_blocks_that_differ_have_plans_of_their_own() -> None:
     assert [names for names, _ in plan.families] == [("layers.0", "layers.2"), ("layers.1",)]
     total = sum(p.numel() for p in model.parameters())
     norms = sum(p.numel() for layer in model.layers for p in layer.norm.parameters())
-    assert plan.divided_numel == total - norms
+    # And the bias of each row is whole.
+    assert plan.divided_numel == total - norms - 3 * WIDTH
     assert f"{plan.divided_numel / total:.1%} of {total:,} parameters are divided" in plan.report()
 
 
@@ -192,6 +193,11 @@ def test_wishes_by_globs() -> None:
     assert styles(plan) == {"norm": "replicate", "up": "gather", "down": "gather"}
     assert plan.vocabulary.embeddings == ("tokens",)
     assert plan.vocabulary.reasons == {"head": "as tp_plan says"}
+
+
+def test_a_wish_for_a_module_is_one_for_what_is_in_it() -> None:
+    plan = planned(Model(), (IDS,), tp_plan={"layers.1": "replicate", "layers.2": "gather"})
+    assert [block["up"].style for _, block in plan.families] == ["column", "replicate", "gather"]
 
 
 def test_wishes_for_some_blocks() -> None:
@@ -230,6 +236,7 @@ def test_wishes_that_are_wrong() -> None:
     assert "tp_plan['layers.*.upp'] matches no module of Model" in text
     assert 'fix: tp_plan={"*layers.*.up": "shard"}' in text
     assert "tp_plan['layers.*.down'] is 'colums'; the styles are shard, gather, replicate, colwise" in text
+    assert text.count("layers.*.upp") == 1
     assert "tp_plan['layers.*.norm'] wants 'shard', and what it matches is no Linear and no embedding" in text
     assert "tp_plan is 3; it is 'auto', a mapping" in refusal(Model(), (IDS,), tp_plan=3)
 

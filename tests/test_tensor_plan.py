@@ -279,7 +279,7 @@ LIMITED = [
         "gggg",
         "q makes 3 heads of 8 features, which tp_size=2 does not divide",
     ),
-    (lambda: Attention(kv_heads=1), 2, "gggg", "k makes 1 heads of 8 features, which tp_size=2 does not divide"),
+    (lambda: Attention(kv_heads=1), 2, "gggg", "k makes 1 head of 8 features, which tp_size=2 does not divide"),
     (lambda: Attention(kv_heads=2), 4, "gggg", "a tp_size of 1 or 2, or"),
     (lambda: Attention(full_norm=True), 2, "gggg", "mean over 32 features of q, which no rank has all of"),
     (lambda: Feed(inner=63), 2, "--", "up has 63 inner features, which tp_size=2 does not divide"),

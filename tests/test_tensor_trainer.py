@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from tensor_models import Nano
 from torch import Tensor, nn
@@ -75,12 +76,28 @@ class Watchful(Nano):
         self.losses.append(loss.item())
         self.sums.update(loss.detach())
         self.log("mean", self.sums, on_step=False, on_epoch=True)
+        if self.logger is not None:
+            self.logger.experiment.append(loss.item())
         return loss
 
 
+class Kept(DummyLogger):
+    """A logger whose experiment is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    @property
+    def experiment(self) -> list[float]:
+        return self.values
+
+
 def counts() -> tuple[int, int, int, str]:
-    module, trainer = Watchful(), tp_trainer(max_epochs=2)
+    logger = Kept()
+    module, trainer = Watchful(), tp_trainer(max_epochs=2, logger=logger)
     trainer.fit(module)
+    assert logger.values == module.losses
     strategy: Any = trainer.strategy
     return (
         module.loaders_made,

@@ -113,6 +113,10 @@ class Parallelized:
         """Clip by the true global norm over all meshes; returns the norm before clipping, equal on all ranks."""
         return gradients.clip_grad_norm_(parameters or self.module.parameters(), max_norm, norm_type)
 
+    def __repr__(self) -> str:
+        tensors = f"\n{self.tensor_plan.report()}" if self.tensor_plan is not None else ""
+        return f"{class_name(self.module)} parallelised as {self.layout}{tensors}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         # A copy of the module (an averaged model) is no parallelised module of its own.
         return self

@@ -124,6 +124,24 @@ def log_whole_values() -> Callable[[], None]:
     return undo
 
 
+def no_advice_to_synchronise() -> Callable[[], None]:
+    """Keep Lightning from advising `sync_dist=True` where one rank reads all samples.
+
+    It asks whether processes are many, not whether samples are spread (`result._distributed_is_initialized`, 2.6).
+
+    Returns:
+        A function that undoes it.
+    """
+    module: Any = result
+    before = module._distributed_is_initialized
+    module._distributed_is_initialized = lambda: False
+
+    def undo() -> None:
+        module._distributed_is_initialized = before
+
+    return undo
+
+
 def before_checking_the_module(check: Callable[[Any], None]) -> None:
     """Call `check` with each module given to a Trainer that is no LightningModule, before the Trainer refuses it.
 

@@ -73,9 +73,12 @@ def _quiet(module: pl.LightningModule) -> Iterator[None]:
     attributes = dict(vars(module))
     silenced = ("log", "log_dict", "print", "manual_backward")
     vars(module).update(dict.fromkeys(silenced, _nothing))
+    trainer: Any = module.trainer
+    loggers, trainer.loggers = trainer.loggers, []
     try:
         yield
     finally:
+        trainer.loggers = loggers
         vars(module).clear()
         vars(module).update(attributes)
         for container, content in containers:

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -110,6 +111,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         handle = self._parallelize(module, ())
         if handle not in self._handles:
             self._handles.append(handle)
+            if handle.tensor_plan is not None:
+                rank_zero_info(handle.tensor_plan.report())
         return _GatheredRoot(module, self.precision) if handle.data.sharded else module
 
     @override

@@ -168,6 +168,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
         self._average = averaging.follow(trainer, self.parallelized)
+        if self.mesh.data_size == 1:
+            self._undo.append(_compat.no_advice_to_synchronise())
         if self.parallelized.holds_shards:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]

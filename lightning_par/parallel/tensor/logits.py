@@ -59,14 +59,14 @@ class Division:
         return self.here * self.group.rank()
 
 
-def report_once() -> Callable[[str], None]:
-    """Make a function that logs each sentence once."""
+def report_once(level: int = logging.INFO) -> Callable[[str], None]:
+    """Make a function that logs each sentence once, at some level."""
     told: set[str] = set()
 
     def report(sentence: str) -> None:
         if sentence not in told:
             told.add(sentence)
-            log.info("%s", sentence)
+            log.log(level, "%s", sentence)
 
     return report
 

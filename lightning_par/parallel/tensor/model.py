@@ -151,7 +151,8 @@ def plan_model(
         problems.extend([_of(block, problem) for problem in plan.misfits])
         if sequence_parallel and plan.sequence is None:
             why = plan.sequence_refused or "nothing of it is divided"
-            problems.add(f"{type(block).__name__} cannot compute with slices of the sequence: {why}", _NO_SLICES)
+            fix = "other lengths, or " * ("positions" in why) + _NO_SLICES
+            problems.add(f"{type(block).__name__} cannot compute with slices of the sequence: {why}", fix)
         planned.append((names, plan))
     outside = {name: wish for name, wish in wishes.items() if not any(_is_inside(name, block) for block in blocks)}
     vocabulary = plan_vocabulary(module, blocks, tp_size, seen.watched if seen else None, wishes=outside)
@@ -261,14 +262,17 @@ def _wishes(module: nn.Module, tp_plan: TensorPlanOption) -> dict[str, Wish]:
             )
             continue
         found = [name for name in names if _matches(name, pattern)]
+        plannable = [name for name in names if _is_plannable(module.get_submodule(name))]
         if not found and not any(_matches(name, pattern) for name in parameters):
-            near = _near(pattern, names)
+            near = _near(pattern, plannable)
             problems.add(
                 f"tp_plan[{pattern!r}] matches no module of {type(module).__name__}",
                 f'tp_plan={{"{near}": "{style}"}}' if near else "tp_plan='auto'",
             )
+            continue
         wish = STYLES[style]
-        named = [name for name in found if _is_plannable(module.get_submodule(name))]
+        # A module stands for what is in it.
+        named = [name for name in plannable if any(name == one or _is_inside(name, one) for one in found)]
         if wish in ("shard", "gather") and not named:
             problems.add(
                 f"tp_plan[{pattern!r}] wants {style!r}, and what it matches is no Linear and no embedding",
@@ -294,7 +298,8 @@ def _near(pattern: str, names: Sequence[str]) -> str:
     globs = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names})
     suffixes = {glob: ".".join(glob.split(".")[-1 - pattern.count(".") :]) for glob in globs}
     near = difflib.get_close_matches(pattern, suffixes.values(), n=1, cutoff=0.4)
-    return next((f"*{suffix}" for suffix in suffixes.values() if suffix in near), "")
+    suffix = next((suffix for suffix in suffixes.values() if suffix in near), "")
+    return f"*.{suffix.lstrip('*.')}" if suffix.startswith("*") else f"*{suffix}" if suffix else ""
 
 
 def _families(

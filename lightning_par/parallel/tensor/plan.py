@@ -20,6 +20,7 @@ class ModulePlan:
             each part of the output features. "gather": of the output features, which are gathered at once, so that
             memory is saved and no work. "replicate": everything.
         numel: Number of parameters, before they are divided.
+        vector_numel: How many of them are in vectors; the bias of a row stays whole.
         parts: Sizes of the parts of a fused column's output features, in order.
         transposed: Whether the weight is (in, out).
         group: Modules with the same number are divided together; -1: replicated.
@@ -29,6 +30,7 @@ class ModulePlan:
     name: str
     style: Style
     numel: int
+    vector_numel: int = 0
     parts: tuple[int, ...] = ()
     transposed: bool = False
     group: int = -1
@@ -131,7 +133,11 @@ class BlockTensorPlan:
     @property
     def divided_numel(self) -> int:
         """Parameters of the block that are divided."""
-        return sum(module.numel for module in self.modules if module.style != "replicate")
+        return sum(
+            module.numel - (module.vector_numel if module.style == "row" else 0)
+            for module in self.modules
+            if module.style != "replicate"
+        )
 
     @property
     def sharded_share(self) -> float:
@@ -140,7 +146,7 @@ class BlockTensorPlan:
 
     def report(self) -> str:
         """Describe the plan, one line for the modules that are treated alike."""
-        lines = [f"{self.sharded_share:.1%} of the parameters divided over tp {self.tp_size}; {self.verified}"]
+        lines = [f"{self.sharded_share:.1%} of a block divided over tp {self.tp_size}; {self.verified}"]
         alike: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for module in self.modules:
             alike.setdefault((module.style, module.parts, module.reason), []).append(module.name or "(block)")
@@ -148,7 +154,9 @@ class BlockTensorPlan:
             of_parts = f" {list(parts)}" if parts else ""
             why = f" ({reason})" if reason else ""
             lines.append(f"  {style}{of_parts}: {', '.join(names)}{why}")
-        lines += [f"  {patch.module or '(block)'}.{patch.attribute} = {patch.value}" for patch in self.patches]
+        for patch in self.patches:
+            was = patch.value * self.tp_size
+            lines.append(f"  {patch.module or '(block)'}.{patch.attribute}: {was} -> {patch.value} on each rank")
         lines += [f"  {name} is shown an input 1/{self.tp_size} as wide" for name, _ in self.narrowed]
         partial = self.sequence.partial_gradients if self.sequence else self.partial_gradients
         if partial:

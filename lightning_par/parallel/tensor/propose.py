@@ -116,7 +116,13 @@ def _find_plan(
     sequence_parallel: bool,
 ) -> BlockTensorPlan:
     modules = tuple(
-        ModulePlan(name, "replicate", sum(p.numel() for p in own), reason=_replicated_reason(block, name, module))
+        ModulePlan(
+            name,
+            "replicate",
+            sum(p.numel() for p in own),
+            sum(p.numel() for p in own if p.dim() < 2),
+            reason=_replicated_reason(block, name, module),
+        )
         for name, module in block.named_modules()
         if (own := list(module.parameters(recurse=False)))
     )

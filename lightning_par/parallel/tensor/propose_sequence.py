@@ -72,8 +72,11 @@ def with_sequence(
     length, least = hidden.shape[dim], 2 * plan.tp_size
     if length % plan.tp_size or length < least:
         # With slices of one position, a wrong plan could broadcast them.
-        fitting = f"plan with a multiple of tp_size={plan.tp_size}, at least {least}"
-        why = f"{name} cannot be compared: its example has {length} positions; {fitting}"
+        fitting = max(least, -(-length // plan.tp_size) * plan.tp_size)
+        why = (
+            f"the sequences of its example have {length} positions, which cannot be cut into {plan.tp_size} equal "
+            f"slices of 2 or more; pad or crop to a multiple of tp_size={plan.tp_size}, such as {fitting}"
+        )
         return replace(plan, sequence_refused=why)
     closest = Verdict(math.inf, "")
     for sequence in itertools.islice(_proposals(trial, plan, graph, draws, calls, dim), _MOST_TRIALS):

@@ -7,6 +7,7 @@ that any code of its own runs that treats rows alike; whether it does is tried b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,8 @@ def divide_vocabulary(module: nn.Module, plan: VocabularyPlan, mesh: DeviceMesh,
     modules = [module.get_submodule(name) for name in (*plan.embeddings, *plan.heads)]
     _divide_parameters(module, {param for one in modules for param in one.parameters(recurse=False)}, mesh)
     restore()
-    group, report = mesh.get_group(), report_once()
+    group = mesh.get_group()
+    report = report_once(logging.WARNING if dist.get_rank() == 0 else logging.INFO)
     for name in plan.embeddings:
         _let_embed(module.get_submodule(name), group)
     for name in plan.heads:

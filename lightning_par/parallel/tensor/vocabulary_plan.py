@@ -57,7 +57,8 @@ class VocabularyPlan:
 
     def report(self) -> str:
         """Describe the plan, one line a module."""
-        lines = [f"vocabulary over tp {self.tp_size}: {self.sharded_share:.1%} of the parameters divided"]
+        share = f"{self.sharded_share:.1%} of the model" if self.names else "nothing is divided"
+        lines = [f"embedding and head: {share}"]
         lines += [f"  {name}: embedding, rows divided" for name in self.embeddings]
         lines += [f"  {name}: head, output features divided" for name in self.heads]
         return "\n".join([*lines, *(f"  {name}: replicated: {reason}" for name, reason in self.reasons.items())])
