@@ -42,6 +42,7 @@ def key_of(
     tp_size: int,
     styles: Mapping[str, str],
     sequence_parallel: bool = False,
+    variant: str = "",
 ) -> str | None:
     """A key that changes with whatever a plan may depend on, or None where that cannot be told.
 
@@ -55,6 +56,7 @@ def key_of(
             tp_size,
             sorted(styles.items()),
             sequence_parallel,
+            variant,
             [(name, _source(type(module)), _attributes(module)) for name, module in block.named_modules()],
             [(name, _fact(p)) for name, p in block.named_parameters(remove_duplicate=False)],
             [(name, _fact(buffer)) for name, buffer in block.named_buffers(remove_duplicate=False)],

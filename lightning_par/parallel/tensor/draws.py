@@ -10,15 +10,15 @@ import copy
 
 import torch
 
-from lightning_par.parallel.tensor.trace import LinearGroup, RandomDraw, trace_linears
+from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, RandomDraw, trace_linears
 from lightning_par.parallel.tensor.verify import Trial
 
 
-def draws_in_training(trial: Trial) -> tuple[RandomDraw, ...]:
-    """Run a copy of the trial's block in training mode and list where it draws random numbers."""
+def trace_in_training(trial: Trial) -> LinearGraph:
+    """Trace a copy of the trial's block in training mode, where it may draw random numbers."""
     device = next((param.device for param in trial.block.parameters()), torch.device("cpu"))
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        return trace_linears(copy.deepcopy(trial.block).train(), trial.args, trial.kwargs).draws
+        return trace_linears(copy.deepcopy(trial.block).train(), trial.args, trial.kwargs)
 
 
 def draws_in_group(group: LinearGroup, draws: tuple[RandomDraw, ...]) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import (
+    Call,
     Example,
     Seen,
     call_with_values,
@@ -27,8 +28,9 @@ from lightning_par.parallel.tensor.examples import (
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 from lightning_par.parallel.tensor.propose import Wish, plan_block
 from lightning_par.parallel.tensor.sequence import slice_sequence
+from lightning_par.parallel.tensor.shrink import fingerprint
 from lightning_par.parallel.tensor.trace import is_linear
-from lightning_par.parallel.tensor.verify import with_values
+from lightning_par.parallel.tensor.verify import describe, with_values
 from lightning_par.parallel.tensor.vocabulary import divide_vocabulary
 from lightning_par.parallel.tensor.vocabulary_plan import VocabularyPlan, plan_vocabulary
 
@@ -129,12 +131,21 @@ def plan_model(
     wishes = _wishes(module, tp_plan)
     problems = Problems()
     planned: list[tuple[tuple[str, ...], BlockTensorPlan]] = []
-    first = first_of_each_kind(module, blocks)
-    for names, own in _families(module, blocks, wishes):
-        block = module.get_submodule(names[0])
-        call = seen.calls[first[kind_of(module.get_submodule(names[0]))]] if seen else None
+    calls: dict[Any, Call] = {}
+    for name in first_of_each_kind(module, blocks).values():
+        block = module.get_submodule(name)
         try:
-            args, kwargs = call_with_values(call) if call else guessed_call(_with_values(block))
+            call = call_with_values(seen.calls[name]) if seen else guessed_call(_with_values(block))
+        except ParallelConfigError as error:
+            problems.extend([_of(block, problem) for problem in error.problems])
+            continue
+        calls[kind_of(block)] = call
+    problems.raise_if_any()
+    for family in _families(module, blocks, wishes, calls):
+        names, own = family.names, dict(family.wishes)
+        block = module.get_submodule(names[0])
+        args, kwargs = calls[kind_of(block)]
+        try:
             plan = plan_block(
                 block,
                 args,
@@ -143,6 +154,7 @@ def plan_model(
                 mesh=mesh,
                 styles=own,
                 sequence_parallel=sequence_parallel,
+                variant=family.variant,
                 use_cache=use_cache,
             )
         except ParallelConfigError as error:
@@ -150,7 +162,7 @@ def plan_model(
             continue
         problems.extend([_of(block, problem) for problem in plan.misfits])
         if sequence_parallel and plan.sequence is None:
-            why = plan.sequence_refused or "nothing of it is divided"
+            why = plan.sequence_refused or "; ".join(dict.fromkeys(m.reason for m in plan.modules if m.reason))
             fix = "other lengths, or " * ("positions" in why) + _NO_SLICES
             problems.add(f"{type(block).__name__} cannot compute with slices of the sequence: {why}", fix)
         planned.append((names, plan))
@@ -302,16 +314,37 @@ def _near(pattern: str, names: Sequence[str]) -> str:
     return f"*.{suffix.lstrip('*.')}" if suffix.startswith("*") else f"*{suffix}" if suffix else ""
 
 
+class _Family(NamedTuple):
+    """Blocks that share a plan.
+
+    Attributes:
+        names: Their names.
+        wishes: Wishes for their modules, by name in the block.
+        variant: What they compute, where blocks of their kind differ in that.
+    """
+
+    names: tuple[str, ...]
+    wishes: tuple[tuple[str, Wish], ...]
+    variant: str
+
+
 def _families(
-    module: nn.Module, blocks: Sequence[str], wishes: Mapping[str, Wish]
-) -> Iterator[tuple[tuple[str, ...], dict[str, Wish]]]:
-    """Names of blocks that share a plan, with the wishes for their modules by name in the block."""
+    module: nn.Module, blocks: Sequence[str], wishes: Mapping[str, Wish], calls: Mapping[Any, Call]
+) -> list[_Family]:
     families: dict[Any, list[str]] = {}
     for name in blocks:
+        block = module.get_submodule(name)
+        kind = kind_of(block)
         own = {full[len(name) + 1 :]: wish for full, wish in wishes.items() if _is_inside(full, name)}
-        families.setdefault((kind_of(module.get_submodule(name)), tuple(sorted(own.items()))), []).append(name)
-    for (_, own), names in families.items():
-        yield tuple(names), dict(own)
+        families.setdefault((kind, tuple(sorted(own.items())), _variant(block, calls[kind])), []).append(name)
+    return [_Family(tuple(names), own, variant) for (_, own, variant), names in families.items()]
+
+
+def _variant(block: nn.Module, call: Call) -> str:
+    try:
+        return fingerprint(block, *call)
+    except Exception as error:  # the block's own code, which planning then meets too
+        return describe(error)
 
 
 def _is_inside(name: str, block: str) -> bool:

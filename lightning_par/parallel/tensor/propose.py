@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor import cache
 from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
-from lightning_par.parallel.tensor.draws import draws_in_group, draws_in_training, is_separable
+from lightning_par.parallel.tensor.draws import draws_in_group, is_separable, trace_in_training
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
 from lightning_par.parallel.tensor.propose_sequence import with_sequence
@@ -56,6 +56,7 @@ def plan_block(
     mesh: DeviceMesh | None = None,
     styles: Mapping[str, Wish] | None = None,
     sequence_parallel: bool = False,
+    variant: str = "",
     use_cache: bool = True,
 ) -> BlockTensorPlan:
     """Trace a block, propose how to divide it, and verify; the block itself stays as it is.
@@ -73,6 +74,7 @@ def plan_block(
             "gather" (slices of memory only) or "replicate". The rest is found out.
         sequence_parallel: Whether to find out as well how the block computes with slices of the sequence: the plan has
             either a `sequence` or the reason, `sequence_refused`.
+        variant: Tells blocks apart that are alike by class, sizes and attributes, for the plan on disk.
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
@@ -84,7 +86,7 @@ def plan_block(
         raise ValueError("a process group is initialised, so a plan is verified on the tensor-parallel mesh: pass mesh")
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
-    key = cache.key_of(block, args, kwargs, tp_size, styles, sequence_parallel) if use_cache else None
+    key = cache.key_of(block, args, kwargs, tp_size, styles, sequence_parallel, variant) if use_cache else None
     plan = cache.load(key) if key else None
     if plan is None:
         plan = _find_plan(block, args, kwargs, tp_size, mesh, styles, sequence_parallel)
@@ -132,7 +134,7 @@ def _find_plan(
     small = shrink(block, args, kwargs, tp_size, device) if sum(m.numel for m in modules) > LARGE else None
     try:
         trial = small.trial if small else prepare(block, args, kwargs, device)
-        draws = draws_in_training(trial)
+        in_training = trace_in_training(trial)
     except Exception as error:  # The block's own code, in a precision it may not know.
         reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
         if any(wish != "replicate" for wish in styles.values()):
@@ -140,12 +142,17 @@ def _find_plan(
         return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
     graph = small.graph if small else trace_linears(trial.block, trial.args, trial.kwargs)
     whole = small.original if small else graph
+    draws = in_training.draws
     for name in graph.uncalled:
         reason = uncalled_reason(name, block)
         plan = _with_reason(plan, (name,), reason)
         if _wish((name,), styles) in ("shard", "gather"):
             problems.add(f"{name} cannot be divided: {reason}", f'tp_plan={{"*{name}": "replicate"}}')
     limits = [limits_of(group, whole, block, tp_size) for group in whole.groups]
+    if replace(in_training, draws=()) != replace(graph, draws=()):
+        name = type(block).__name__
+        other = Problem(f"{name} computes something else in training than in evaluation, where it is verified")
+        limits = [its._replace(structure=(*its.structure, other)) for its in limits]
     plan, found = _divide_groups(trial, plan, graph, limits, draws, mesh, styles)
     problems.extend(list(found))
     problems.raise_if_any()

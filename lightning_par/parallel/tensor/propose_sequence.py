@@ -78,6 +78,9 @@ def with_sequence(
             f"slices of 2 or more; pad or crop to a multiple of tp_size={plan.tp_size}, such as {fitting}"
         )
         return replace(plan, sequence_refused=why)
+    if any(not draw.linears and length not in draw.shape for draw in draws):
+        why = f"{name} draws random numbers that do not belong to positions, such as whether to drop a sample"
+        return replace(plan, sequence_refused=f"{why}: each rank would draw others for its slice")
     closest = Verdict(math.inf, "")
     for sequence in itertools.islice(_proposals(trial, plan, graph, draws, calls, dim), _MOST_TRIALS):
         proposal = replace(plan, sequence=sequence)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_par.errors import ParallelConfigError, Problem
-from lightning_par.parallel._compat import in_backward, leaves
-from lightning_par.parallel.tensor._compat import map_first_tensor
+from lightning_par.parallel._compat import in_backward, leaves, map_tensors
+from lightning_par.parallel.shards import class_name
+from lightning_par.parallel.tensor._compat import function_name, map_first_tensor, without_subclasses
 
 
 def whole_dtensor(part: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
@@ -65,16 +67,21 @@ def slice_sequence(blocks: Sequence[nn.Module], mesh: DeviceMesh, dim: int) -> N
 
         return map_first_tensor(cut, args, kwargs)
 
+    def guard(module: nn.Module, args: Any, out: Any) -> Any:
+        return map_first_tensor(lambda hidden: hidden.as_subclass(HiddenSlice), out)[0]
+
     def check(what: str, hidden: Tensor) -> None:
         # A block may be recomputed after the chain has ended, or when another batch has entered.
         if not in_backward() and (not entered or hidden.shape[dim] != entered[0]):
             raise ParallelConfigError(_wrong_length(what, hidden.shape[dim], entered))
 
-    def check_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-        check(f"a {type(module).__name__} is called with", _first_tensor((args, kwargs)))
+    def check_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_tensors(_plain, (args, kwargs))
+        check(f"a {class_name(module)} is called with", _first_tensor((args, kwargs)))
+        return args, kwargs
 
     def check_output(module: nn.Module, args: Any, out: Any) -> None:
-        check(f"a {type(module).__name__} returns", _first_tensor(out))
+        check(f"a {class_name(module)} returns", _first_tensor(out))
 
     def leave(module: nn.Module, args: Any, out: Any) -> Any:
         entered.clear()
@@ -82,10 +89,58 @@ def slice_sequence(blocks: Sequence[nn.Module], mesh: DeviceMesh, dim: int) -> N
 
     blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     for block in blocks[1:]:
-        block.register_forward_pre_hook(check_input, with_kwargs=True)
+        # Before the hooks of FSDP, which look at the arguments.
+        block.register_forward_pre_hook(check_input, with_kwargs=True, prepend=True)
     for block in blocks:
         block.register_forward_hook(check_output)
+    for block in blocks[:-1]:
+        block.register_forward_hook(guard)
     blocks[-1].register_forward_hook(leave)
+
+
+class HiddenSlice(Tensor):
+    """A rank's slice of the hidden state on its way from block to block, which no other code may take for the whole."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with without_subclasses():
+                return func(*args, **(kwargs or {}))
+        if func in _BY_POSITION and all(type(x) is cls or not isinstance(x, Tensor) for x in leaves((args, kwargs))):
+            args, kwargs = map_tensors(_plain, (args, kwargs or {}))
+            return func(*args, **kwargs).as_subclass(cls)
+        raise ParallelConfigError(
+            Problem(
+                f"the hidden state is read between blocks, with {function_name(func)}, where it is a slice of the "
+                "sequence",
+                "move that into a block or behind the last one, or sequence_parallel=False",
+                "sequence_parallel: false",
+            )
+        )
+
+
+# What is the same for a slice and for the whole, and what treats each position alike and has no parameters.
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout", "is_leaf", "is_meta")),
+    Tensor.is_floating_point,
+    Tensor.get_device,
+    Tensor.__hash__,
+}
+_BY_POSITION = {
+    *(getattr(Tensor, name) for name in ("add", "sub", "mul", "div", "neg", "to", "float", "contiguous")),
+    *(getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg")),
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.div,
+}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if type(tensor) is not HiddenSlice:
+        return tensor
+    with without_subclasses():
+        return tensor.as_subclass(Tensor)
 
 
 def _first_tensor(data: Any) -> Tensor:

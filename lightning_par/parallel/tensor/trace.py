@@ -90,11 +90,13 @@ class RandomDraw(NamedTuple):
         linears: Those that its arguments are open for.
         called: The Linears called so far, in order.
         modules: Names of the modules in whose forward it ran; "" is the block.
+        shape: Of what it returned.
     """
 
     linears: frozenset[str]
     called: tuple[str, ...]
     modules: tuple[str, ...]
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ class _Tracer(DispatchMode):
         flows = [self.get(leaf) for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
         opened = frozenset[str]().union(*(flow.open for flow in flows))
         if random_before is not None and random_before != _random_state(args, kwargs):
-            self.found.draws.append(RandomDraw(opened, tuple(self.found.called), tuple(self.running)))
+            shape = next((tuple(leaf.shape) for leaf in leaves(out) if isinstance(leaf, Tensor)), ())
+            self.found.draws.append(RandomDraw(opened, tuple(self.found.called), tuple(self.running), shape))
         data = any(flow.data for flow in flows)
         parameters = frozenset[str]().union(*(flow.parameters for flow in flows if not flow.data))
         if opened and not self.inside_linear:

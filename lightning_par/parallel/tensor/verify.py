@@ -116,6 +116,8 @@ def prepare(
     twin = copy.deepcopy(block)._apply(with_values).to(device).double().eval()
     for param in twin.parameters():
         param.grad = None
+        # A plan is for frozen blocks and for those that are trained: what is frozen now may not be later.
+        param.requires_grad_(param.is_floating_point())
         if not param.is_floating_point():
             continue
         size = 1 / math.sqrt(param.shape[-1]) if param.dim() > 1 else 0.1
