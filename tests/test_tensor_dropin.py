@@ -21,6 +21,7 @@ from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
 from parity import Run, assert_same_training, build_strategy, in_original_order, make_trainer, train
+from tensor_blocks import WIDTH
 
 TWO = ("TensorParallelStrategy", {"tp_size": 2})
 LAYOUTS = {"tp": (2, TWO), "ddp x tp": (2, ("MeshStrategy", {"tp_size": 2, "dp_shard_size": 1}))}
@@ -191,3 +192,104 @@ def test_an_optimizer_with_state_from_before_goes_on() -> None:
     for found in run_ranks(2, early_optimizer, True):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# Traps: each of these gave other numbers once, without a word
+
+
+SLICES = ("TensorParallelStrategy", {"tp_size": 2, "sequence_parallel": True})
+
+
+class FrozenFirst(Nano):
+    """The first block is frozen, and shares its plan with one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+class Unlike(nn.Module):
+    """An MLP that does what its index says, or whether it is trained."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, layer_idx: int, act: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.layer_idx, self.act = first, second, layer_idx, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        if self.layer_idx == 1 or (self.layer_idx == 2 and self.training):
+            x = nn.functional.rms_norm(x, x.shape[-1:])
+        return self.second(x)
+
+
+class UnlikeBlock(nn.Module):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.mlp = Unlike(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), *arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class UnlikeBlocks(Nano):
+    def __init__(self) -> None:
+        super().__init__()
+        acts = (torch.tanh, torch.tanh, torch.tanh, squashed, torch.tanh)
+        self.model.blocks = nn.ModuleList(UnlikeBlock(index, act) for index, act in enumerate(acts))
+
+
+def squashed(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+@pytest.mark.parametrize(("model", "spec"), [("FrozenFirst", SLICES), ("UnlikeBlocks", TWO), ("FrozenFirst", TWO)])
+def test_blocks_that_look_alike(model: str, spec: Any) -> None:
+    assert_same_training(Run(f"test_tensor_dropin:{model}"), 2, spec)
+
+
+class Between(Nano):
+    """Code between blocks: what it computes of slices would not be what it computes of the whole."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        if what == "drop the sample":
+            for block in self.model.blocks:
+                block.dropout = DropSample()
+            return
+        between = {"norm": nn.LayerNorm(WIDTH), "mean": Mean()}[what]
+        self.model.forward = lambda x: between_blocks(self.model, between, x)
+        self.between = between
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class DropSample(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(len(x), 1, 1, device=x.device).round() if self.training else x
+
+
+def between_blocks(model: Any, between: nn.Module, tokens: Tensor) -> Tensor:
+    x = model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1]))
+    for block in model.blocks:
+        x = between(block(x))
+    return model.head(model.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("norm", "the hidden state is read between blocks, with F.layer_norm"),
+        ("mean", "the hidden state is read between blocks, with Tensor.mean"),
+        ("drop the sample", "draws random numbers that do not belong to positions"),
+    ],
+)
+def test_what_slices_would_change_is_refused(what: str, message: str) -> None:
+    run = Run("test_tensor_dropin:Between", model_options=(("what", what),))
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(2, train, run, 2, SLICES)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.parallel.random import random_state_kept
 from lightning_par.parallel.tensor.apply import shard_block
 from lightning_par.parallel.tensor.examples import (
     Call,
@@ -163,7 +164,7 @@ def plan_model(
         problems.extend([_of(block, problem) for problem in plan.misfits])
         if sequence_parallel and plan.sequence is None:
             why = plan.sequence_refused or "; ".join(dict.fromkeys(m.reason for m in plan.modules if m.reason))
-            fix = "other lengths, or " * ("positions" in why) + _NO_SLICES
+            fix = "other lengths, or " * ("cannot be cut" in why) + _NO_SLICES
             problems.add(f"{type(block).__name__} cannot compute with slices of the sequence: {why}", fix)
         planned.append((names, plan))
     outside = {name: wish for name, wish in wishes.items() if not any(_is_inside(name, block) for block in blocks)}
@@ -200,7 +201,9 @@ def plan_together(
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box[0] = plan_model(module, blocks, mesh.size(), seen=seen, mesh=mesh, **options)
+            # Blocks run in training mode too, and only here.
+            with random_state_kept():
+                box[0] = plan_model(module, blocks, mesh.size(), seen=seen, mesh=mesh, **options)
         except Exception as error:  # raised on all ranks, else the others would wait
             box[0] = error
     dist.broadcast_object_list(box, src=0)

@@ -68,7 +68,8 @@ def slice_sequence(blocks: Sequence[nn.Module], mesh: DeviceMesh, dim: int) -> N
         return map_first_tensor(cut, args, kwargs)
 
     def guard(module: nn.Module, args: Any, out: Any) -> Any:
-        return map_first_tensor(lambda hidden: hidden.as_subclass(HiddenSlice), out)[0]
+        # Simulated ranks have a tensor of their own kind.
+        return map_first_tensor(lambda x: x.as_subclass(HiddenSlice) if type(x) is Tensor else x, out)[0]
 
     def check(what: str, hidden: Tensor) -> None:
         # A block may be recomputed after the chain has ended, or when another batch has entered.

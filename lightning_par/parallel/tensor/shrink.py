@@ -180,12 +180,12 @@ def shrink(
 
 
 def fingerprint(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What a block computes in one call, in a few letters; nothing is computed where its code allows that.
+    """What a block computes in one call, in evaluation and in training, in a few letters.
 
     Blocks that are alike may do different things: by an index of the layer, by a function that they hold.
     """
-    run = _traced(block, args, kwargs)
-    said = repr((run.graph, [operation.name for operation in run.operations]))
+    runs = [_traced(block, args, kwargs, training=training) for training in (False, True)]
+    said = repr([(run.graph, [operation.name for operation in run.operations]) for run in runs])
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -216,6 +216,8 @@ def _traced(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     modes: Sequence[Callable[[], AbstractContextManager[Any]]] = (fake_tensors, nullcontext),
+    *,
+    training: bool = False,
 ) -> _Run:
     """Trace a block in the first mode that its code allows."""
     names = [name for name, _ in block.named_modules()]
@@ -224,7 +226,7 @@ def _traced(
         try:
             with mode():
                 # What code keeps of a run, such as a table, stays in a copy that shares the parameters.
-                twin = _copied(block, _stand_in).eval()
+                twin = _copied(block, _stand_in).train(training)
                 with record, watching(twin, names) as read:
                     graph = trace_linears(twin, args, kwargs)
             return _Run(graph, record.operations, read, mode is fake_tensors)
