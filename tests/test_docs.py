@@ -46,6 +46,13 @@ def test_pairs_name_features() -> None:
         (ParallelLayout(cp_size=2), ParallelOptions(), "32-true", ["context parallelism", "cp_size=1", "cp_size: 1"]),
         (ParallelLayout(cp_size=-1, dp_shard_size=2), ParallelOptions(), "32-true", ["context parallelism"]),
         (ParallelLayout(), ParallelOptions(tp_plan={"*": "shard"}), "32-true", ["tp_size is 1", "tp_size=2"]),
+        (
+            ParallelLayout(tp_size=2),
+            ParallelOptions(sequence_parallel=True, compile=True),
+            "32-true",
+            ["the compiler cannot follow slices", "compile: false"],
+        ),
+        (ParallelLayout(), ParallelOptions(sequence_parallel=True), "32-true", ["tp_size is 1", "tp_size=2"]),
         (ParallelLayout(tp_size=2), ParallelOptions(loss_parallel=True), "32-true", ["loss_parallel is True"]),  # type: ignore[arg-type]
         (ParallelLayout(tp_size=2), ParallelOptions(verify="never"), "32-true", ["verify is 'never'"]),  # type: ignore[arg-type]
         (ParallelLayout(pp_size=2, cp_size=2), ParallelOptions(), "32-true", ["pipeline", "context", "pp_size=1"]),

@@ -80,7 +80,6 @@ def test_with_the_data_family(kind: str, layout: str, host: str) -> None:
         {"loss_parallel": False},
         long_run({"sequence_parallel": True, "activation_checkpointing": "full"}),
         long_run({"sequence_parallel": True, "activation_checkpointing": "selective"}),
-        long_run({"sequence_parallel": True, "compile": "aot_eager"}),
         long_run({"sequence_parallel": True, "loss_parallel": False}),
     ],
     ids=str,

@@ -60,6 +60,11 @@ PAIRS: dict[frozenset[str], Capability] = {
     frozenset({"ddp", "cpu offload"}): Capability(
         "refused", "replicated parameters are not offloaded: offloading moves the shards of FSDP", "cpu_offload=False"
     ),
+    frozenset({"sequence parallel", "compile"}): Capability(
+        "refused",
+        "the compiler cannot follow slices of the hidden state from block to block, which other code must not read",
+        "compile=False",
+    ),
     frozenset({"16-mixed", "cpu offload"}): Capability(
         "refused",
         "the fp16 gradient scaler checks gradients on the device, and offloaded ones are in host memory",
