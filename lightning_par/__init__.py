@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_par.errors import ParallelConfigError
     from lightning_par.layout import ParallelLayout
-    from lightning_par.parallel.apply import Parallelized, ParallelOptions, parallelize
+    from lightning_par.parallel.apply import Parallelized, parallelize
+    from lightning_par.parallel.options import ParallelOptions
     from lightning_par.parallel.precision import MixedPrecision
 
 __version__ = "0.1.0.dev0"
@@ -32,7 +33,7 @@ _HOME = {
     "MixedPrecision": "lightning_par.parallel.precision",
     "ParallelConfigError": "lightning_par.errors",
     "ParallelLayout": "lightning_par.layout",
-    "ParallelOptions": "lightning_par.parallel.apply",
+    "ParallelOptions": "lightning_par.parallel.options",
     "Parallelized": "lightning_par.parallel.apply",
     "parallelize": "lightning_par.parallel.apply",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from lightning_par.parallel._compat import forget_meshes
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# Verified plans are kept for one run of the tests, also between the processes that it starts.
+_CACHE = tempfile.TemporaryDirectory()
+os.environ["LIGHTNING_PAR_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_par.parallel.gradients import grad_norm
 from lightning_par.parallel.shards import full_tensor
+from lightning_par.parallel.tensor.fused import feature_orders
 from lightning_par.testing import run_ranks
 from models import MODELS, loader
 
@@ -70,11 +71,18 @@ class Record:
 
     def take_gradients(self, module: torch.nn.Module) -> None:
         named = {n: p for n, p in module.named_parameters() if p.grad is not None}
-        self.gradients.append({n: full_tensor(p.grad).detach().clone() for n, p in named.items()})
+        self.gradients.append(in_original_order(module, {n: p.grad for n, p in named.items()}))
         self.norms.append(float(grad_norm(named.values())))
 
     def take_weights(self, module: torch.nn.Module) -> None:
-        self.weights = {n: full_tensor(p).detach().clone() for n, p in module.named_parameters()}
+        self.weights = in_original_order(module, dict(module.named_parameters()))
+
+
+def in_original_order(module: torch.nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full values of parameters or gradients, the features of fused ones as in the undivided module."""
+    orders = feature_orders(module)
+    full = {name: full_tensor(value).detach().clone() for name, value in values.items()}
+    return {name: orders[name].original(value) if name in orders else value for name, value in full.items()}
 
 
 class Recorder(pl.Callback):
@@ -109,6 +117,11 @@ def make_trainer(devices: int, strategy: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **(quiet | options))
 
 
+def model_size(spec: tuple[str, dict[str, Any]]) -> int:
+    """Number of ranks that see the same samples."""
+    return int(spec[1].get("tp_size", 1))
+
+
 def build_strategy(spec: tuple[str, dict[str, Any]], host: str) -> Any:
     """Build a strategy by class name on the rank that uses it."""
     from lightning_par import strategies
@@ -119,9 +132,10 @@ def build_strategy(spec: tuple[str, dict[str, Any]], host: str) -> Any:
 
 
 def train(run: Run, ranks: int, spec: tuple[str, dict[str, Any]] | None) -> Record:
-    """Train on this rank; without a strategy, train as one process what `ranks` data ranks would train."""
-    rank = None if spec is None else torch.distributed.get_rank()
-    data = loader(run.batches(rank, ranks))
+    """Train on this rank of `ranks`; without a strategy, train as one process what `ranks` data ranks would train."""
+    same = 1 if spec is None else model_size(spec)
+    rank = None if spec is None else torch.distributed.get_rank() // same
+    data = loader(run.batches(rank, ranks // same))
     accumulate = run.accumulate * (ranks if spec is None else 1)
     devices = 1 if spec is None else ranks
     strategy = "auto" if spec is None else build_strategy(spec, run.host)
@@ -184,15 +198,23 @@ def assert_same_training(
     """
     records = run_ranks(ranks, train, run, ranks, spec)
     loose, tight = (1e-9, 1e-9) if run.precision == "64-true" else (1e-5, 1e-6)
-    compare(records, reference(run, data_ranks or ranks), loose, tight)
+    data_ranks = data_ranks or ranks // model_size(spec)
+    compare(records, reference(run, data_ranks), loose, tight, data_ranks=data_ranks)
     return records
 
 
-def compare(records: Sequence[Record], expected: Record, tolerance: float, weights_tolerance: float) -> None:
+def compare(
+    records: Sequence[Record],
+    expected: Record,
+    tolerance: float,
+    weights_tolerance: float,
+    *,
+    data_ranks: int | None = None,
+) -> None:
     """Assert that each rank's record agrees with the reference."""
-    ranks = len(records)
+    data_ranks = data_ranks or len(records)
     for rank, record in enumerate(records):
-        mine = _doubles(expected.losses)[rank::ranks]
+        mine = _doubles(expected.losses)[rank * data_ranks // len(records) :: data_ranks]
         _close(f"losses of rank {rank}", _doubles(record.losses), mine, tolerance)
         assert len(record.gradients) == len(expected.gradients) > 0
         for step, (got, want) in enumerate(zip(record.gradients, expected.gradients, strict=True)):

@@ -23,7 +23,7 @@ from models import Block as NanoBlock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.nanogpt.model import Block as ExampleBlock
 
-WIDTH, HEADS, KV_HEADS, FFN, TOKENS = 32, 4, 2, 48, 6
+WIDTH, HEADS, KV_HEADS, HEAD_SIZE, FFN, TOKENS = 32, 4, 2, 8, 48, 6
 
 
 class Case(NamedTuple):
@@ -80,6 +80,38 @@ def nano() -> Case:
     return Case(NanoBlock(WIDTH, HEADS), (torch.randn(2, TOKENS, WIDTH),), {})
 
 
+class SizedAttention(nn.Module):
+    """Takes batch, length and width from its input, as many implementations of GPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = HEADS, WIDTH
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        parts = (part.view(b, t, self.heads, c // self.heads) for part in self.qkv(x).split(self.width, dim=2))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class SizedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = SizedAttention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def sized() -> Case:
+    return Case(SizedBlock(), (torch.randn(2, TOKENS, WIDTH),), {})
+
+
 def example() -> Case:
     return Case(ExampleBlock(WIDTH, HEADS, 0.0), (torch.randn(2, TOKENS, WIDTH),), {})
 
@@ -89,15 +121,15 @@ def llama(**options: Any) -> Case:
 
 
 def qwen3() -> Case:
-    return causal("Qwen3", head_dim=8)
+    return causal("Qwen3", head_dim=HEAD_SIZE)
 
 
 def mistral() -> Case:
-    return causal("Mistral", head_dim=8)
+    return causal("Mistral", head_dim=HEAD_SIZE)
 
 
 def gemma2() -> Case:
-    return causal("Gemma2", head_dim=8, attn_implementation="eager")
+    return causal("Gemma2", head_dim=HEAD_SIZE, attn_implementation="eager")
 
 
 def phi3() -> Case:
@@ -128,7 +160,9 @@ def vit() -> Case:
 
 
 def t5(name: str) -> Case:
-    config = transformers.T5Config(vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=FFN, num_layers=2, num_heads=HEADS)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=WIDTH, d_kv=HEAD_SIZE, d_ff=FFN, num_layers=2, num_heads=HEADS
+    )
     model = transformers.T5ForConditionalGeneration(config)
     return captured(model, name, input_ids=tokens(), decoder_input_ids=tokens(), use_cache=False)
 
@@ -148,6 +182,7 @@ def torch_encoder() -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "nano": nano,
+    "sized": sized,
     "example": example,
     "llama": llama,
     "qwen3": qwen3,

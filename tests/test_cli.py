@@ -125,7 +125,7 @@ def test_show_describes_and_trains_nothing(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("options", "answers"),
     [
-        (["--trainer.strategy.init_args.tp_size", "2"], ["tensor parallelism", "tp_size: 1"]),
+        (["--trainer.strategy.init_args.cp_size", "2"], ["context parallelism", "cp_size: 1"]),
         (["--trainer.strategy", "ddp"], ["DDPStrategy", 'strategy="par_fsdp"']),
         (
             [

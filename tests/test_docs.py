@@ -13,7 +13,8 @@ from lightning_par import strategies
 from lightning_par.errors import ParallelConfigError
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import capabilities
-from lightning_par.parallel.apply import ParallelOptions, check
+from lightning_par.parallel.apply import check
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import dtype_table, resolve_precision
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -42,8 +43,18 @@ def test_pairs_name_features() -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "precision", "words"),
     [
-        (ParallelLayout(tp_size=2), ParallelOptions(), "32-true", ["tensor parallelism", "tp_size=1", "tp_size: 1"]),
-        (ParallelLayout(tp_size=-1, dp_shard_size=2), ParallelOptions(), "32-true", ["tensor parallelism"]),
+        (ParallelLayout(cp_size=2), ParallelOptions(), "32-true", ["context parallelism", "cp_size=1", "cp_size: 1"]),
+        (ParallelLayout(cp_size=-1, dp_shard_size=2), ParallelOptions(), "32-true", ["context parallelism"]),
+        (ParallelLayout(), ParallelOptions(tp_plan={"*": "shard"}), "32-true", ["tp_size is 1", "tp_size=2"]),
+        (
+            ParallelLayout(tp_size=2),
+            ParallelOptions(sequence_parallel=True, compile=True),
+            "32-true",
+            ["the compiler cannot follow slices", "compile: false"],
+        ),
+        (ParallelLayout(), ParallelOptions(sequence_parallel=True), "32-true", ["tp_size is 1", "tp_size=2"]),
+        (ParallelLayout(tp_size=2), ParallelOptions(loss_parallel=True), "32-true", ["loss_parallel is True"]),  # type: ignore[arg-type]
+        (ParallelLayout(tp_size=2), ParallelOptions(verify="never"), "32-true", ["verify is 'never'"]),  # type: ignore[arg-type]
         (ParallelLayout(pp_size=2, cp_size=2), ParallelOptions(), "32-true", ["pipeline", "context", "pp_size=1"]),
         (ParallelLayout(), ParallelOptions(cpu_offload=True), "16-mixed", ["fp16", "precision: bf16-mixed"]),
         (
@@ -70,13 +81,13 @@ def test_what_is_refused_says_how_to_go_on(
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ParallelConfigError) as error:
         check(
-            ParallelLayout(tp_size=3, dp_shard_size=2),
+            ParallelLayout(cp_size=3, dp_shard_size=2),
             ParallelOptions(zero_stage=7, activation_checkpointing="some", sync_every_batch=3),  # type: ignore[arg-type]
             resolve_precision("32-true"),
             4,
         )
     assert len(error.value.problems) >= 5
-    for word in ("zero_stage is 7", "'some'", "sync_every_batch is 3", "tensor parallelism"):
+    for word in ("zero_stage is 7", "'some'", "sync_every_batch is 3", "context parallelism"):
         assert word in str(error.value)
 
 

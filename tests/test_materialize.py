@@ -351,7 +351,7 @@ def test_memory_is_about_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= max(peaks) <= 2
     recorded = len(peaks)
     plan = capture_init(model)
-    monkeypatch.setattr(materialize, "_allocate", lambda module, device: None)
+    monkeypatch.setattr(materialize, "_allocate", lambda module, device, ids: None)
     plan.materialize(model, "cpu")
     gc.unfreeze()
     assert 1 <= max(peaks[recorded:]) <= 2

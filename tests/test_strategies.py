@@ -43,6 +43,7 @@ NAMES = {
     "par_zero3": ("ZeROStrategy", 3),
     "par_fsdp": ("FSDP2Strategy", 3),
     "par_hsdp": ("HSDPStrategy", 3),
+    "par_tp": ("TensorParallelStrategy", 3),
 }
 BATCHES = [[4 * i + j for j in range(4)] for i in range(6)]
 
@@ -177,8 +178,8 @@ WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
     ("MeshStrategy", {"dp_replicate_size": -1}, ["dp_replicate_size and dp_shard_size are -1"]),
     (
         "MeshStrategy",
-        {"dp_shard_size": 1, "tp_size": 2, "activation_checkpointing": "fulll", "state_dict_type": "half"},
-        ["tensor parallelism", "tp_size: 1", "'fulll'", "'half'", "state_dict_type: 'sharded'", "3 problems"],
+        {"dp_shard_size": 1, "cp_size": 2, "activation_checkpointing": "fulll", "state_dict_type": "half"},
+        ["context parallelism", "cp_size: 1", "'fulll'", "'half'", "state_dict_type: 'sharded'", "3 problems"],
     ),
     ("MeshStrategy", {"dp_shard_size": 3, "zero_stage": 4}, ["zero_stage is 4", "dp_shard_size 3", "2 problems"]),
     ("DataParallelStrategy", {"cpu_offload": True}, ["offload", "cpu_offload: false"]),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_par.parallel.tensor.cross_entropy import divided_cross_entropy
+from lightning_par.parallel.tensor.cross_entropy import _RowLosses, divided_cross_entropy
 from lightning_par.testing import RanksFailed, run_ranks
 
 CLASSES, ROWS = 12, 7
@@ -78,3 +78,13 @@ def wrong_target() -> None:
 def test_a_target_that_is_no_class_is_an_error() -> None:
     with pytest.raises(RanksFailed, match="not in 0 ... 7"):
         run_ranks(2, wrong_target)
+
+
+def out_of_range() -> None:
+    # A GPU reports an index that is out of range when it gets there; the CPU at once.
+    with pytest.raises(RuntimeError, match="index 4 is out of bounds"):
+        _RowLosses.apply(torch.zeros(2, 4), torch.tensor([0, 8]), None, 0.0, dist.group.WORLD)
+
+
+def test_a_gpu_would_report_what_is_no_class() -> None:
+    run_ranks(2, out_of_range)

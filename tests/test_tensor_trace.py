@@ -17,6 +17,7 @@ LLAMA_GROUPS = (
 GROUPS = {
     "nano": ("qkv > out", "mlp.0 > mlp.2"),
     "example": ("qkv > attention_out", "mlp_in > mlp_out"),
+    "sized": ("attention.qkv > attention.out", "mlp.0 > mlp.2"),
     "llama": LLAMA_GROUPS,
     "qwen3": LLAMA_GROUPS,
     "mistral": LLAMA_GROUPS,

@@ -192,7 +192,7 @@ def load_sharded(
             f"the checkpoint {source} was not loaded as a whole", name_problems("model", [], unexpected)
         )
     for arguments in plan.optimizers:
-        restore_optimizer(*arguments)
+        restore_optimizer(module, *arguments)
     if random_state:
         _restore_random_state(source, record["world_size"], ranks)
     return LoadedMeta(record["meta"], plan.missing, plan.unexpected + unexpected)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor, parameter_names
+from lightning_par.parallel.tensor.fused import FeatureOrder, feature_orders, reorder_state
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _NAMES_SHOWN = 20
@@ -114,12 +115,15 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     groups: list[dict[str, Any]] = []
     state: dict[str, dict[str, Any]] = {}
+    orders = _orders(module)
     for names, group in zip(optimizer_names(module, optimizer), optimizer.param_groups, strict=True):
         groups.append({k: v for k, v in group.items() if k not in ("params", "param_names")} | {"params": names})
         for name, param in zip(names, group["params"], strict=True):
             if param in optimizer.state:
                 state[name] = dict(optimizer.state[param])
                 _check_savable(name, param, state[name])
+                if name in orders:
+                    state[name] = reorder_state(name, state[name], param, orders[name], to_ranks=False)
     unowned = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if unowned:
         raise CheckpointError(f"{type(optimizer).__name__} keeps state under {unowned}, which are not parameters.")
@@ -154,10 +158,11 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
         values = state["state"].get(name)
         if values is not None:
             placed[name] = {key: _placed(key, value, param, group) for key, value in values.items()}
-    restore_optimizer(optimizer, names, placed, state["param_groups"])
+    restore_optimizer(module, optimizer, names, placed, state["param_groups"])
 
 
 def restore_optimizer(
+    module: nn.Module,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
     state: Mapping[str, Mapping[str, Any]],
@@ -166,15 +171,19 @@ def restore_optimizer(
     """Put values that already have their final layout into the optimizer.
 
     Args:
+        module: Owns the parameters.
         optimizer: Loses all the state that it has.
         names: What `optimizer_names` gave.
-        state: Values by parameter name.
+        state: Values by parameter name, their features in the order of the undivided module.
         groups: The hyper-parameters of each group, or None to leave them.
     """
     optimizer.state.clear()
+    orders = _orders(module)
     for name, param, _ in named_parameters_of(optimizer, names):
         if name in state:
             optimizer.state[param] = dict(state[name])
+            if name in orders:
+                optimizer.state[param] = reorder_state(name, state[name], param, orders[name], to_ranks=True)
     for group, saved in zip(optimizer.param_groups, groups or optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if key in _IMPLEMENTATION_KEYS:
@@ -317,6 +326,10 @@ def _placed(key: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> An
     else:
         copy_full_into(target, full_tensor(value))
     return target
+
+
+def _orders(module: nn.Module) -> dict[str, FeatureOrder]:
+    return {plain_name(name): order for name, order in feature_orders(module).items()}
 
 
 def _check_savable(name: str, param: Tensor, state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -256,3 +257,14 @@ def forget_meshes() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
     _random._rng_tracker = None
     distributed_c10d._world.group_count = 0
+
+
+@contextmanager
+def silenced(logger_name: str) -> Iterator[None]:
+    """Keep a logger of torch quiet about what is done on purpose here."""
+    logger = logging.getLogger(logger_name)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

@@ -25,8 +25,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,21 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_par.blocks import BlockPlan, find_blocks
-from lightning_par.errors import Problem, Problems
+from lightning_par.errors import Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, _compat_fsdp, capabilities, data, gradients, optimizers
+from lightning_par.parallel import _compat, _compat_fsdp, data, gradients, optimizers, tensor
 from lightning_par.parallel.carried import hook_problems
-from lightning_par.parallel.materialize import capture_init
+from lightning_par.parallel.materialize import InitPlan, capture_init
 from lightning_par.parallel.memory import (
-    ActivationCheckpointing,
     apply_activation_checkpointing,
     apply_compile,
-    checkpointing_problems,
 )
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, resolve_precision
 from lightning_par.parallel.shards import class_name, parameter_names
+
+if TYPE_CHECKING:
+    from lightning_par.parallel.tensor import ModelTensorPlan
 
 log = logging.getLogger(__name__)
 
@@ -54,77 +56,6 @@ log = logging.getLogger(__name__)
 ROOT_ONLY_LIMIT = 10_000_000
 
 _HANDLE = "_lightning_par_handle"
-
-Blocks = str | type[nn.Module] | Sequence[str | type[nn.Module]]
-Checkpointing = bool | str | int | ActivationCheckpointing | Callable[[str, nn.Module], bool] | None
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """How to apply a layout; the strategies take the same options under the same names.
-
-    Args:
-        zero_stage: 1 (optimizer state), 2 (and gradients), 3 (and parameters) sharded over the `fsdp` ranks.
-        blocks: The repeated blocks: "auto", or classes, class names or globs of names.
-        reshard_after_forward: Overrides the stage's choice; an int re-shards over that many ranks.
-        activation_checkpointing: None, "full", "selective", every n-th block (int), `ActivationCheckpointing`, or a
-            function of name and block.
-        compile: Compile each block; a string names the backend.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        sync_every_batch: Reduce gradients in each accumulation step; "auto": for ZeRO-2, ZeRO-3 and HSDP.
-    """
-
-    zero_stage: int = 3
-    blocks: Blocks = "auto"
-    reshard_after_forward: bool | int | None = None
-    activation_checkpointing: Checkpointing = None
-    compile: bool | str = False
-    cpu_offload: bool = False
-    sync_every_batch: bool | Literal["auto"] = "auto"
-
-    def features(self, layout: ParallelLayout, policy: PrecisionPolicy) -> set[str]:
-        """Name what is used, in the words of `capabilities.FEATURES`."""
-        sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "ep": layout.ep_size}
-        used = {axis for axis, size in sizes.items() if size != 1}
-        used.add("ddp" if layout.dp_shard_size == 1 else f"zero{self.zero_stage}")
-        if layout.dp_shard_size != 1 and layout.dp_replicate_size != 1:
-            used.add("hsdp")
-        if policy.scaler:
-            used.add("16-mixed")
-        if self.activation_checkpointing not in (None, False):
-            used.add("activation checkpointing")
-        if self.compile:
-            used.add("compile")
-        if self.cpu_offload:
-            used.add("cpu offload")
-        return used
-
-    def problems(self, layout: ParallelLayout, policy: PrecisionPolicy) -> list[Problem]:
-        """List what is wrong with these options under a layout (as requested: a -1 may still be in it)."""
-        problems = Problems()
-        if self.zero_stage not in (1, 2, 3) or isinstance(self.zero_stage, bool):
-            problems.add(f"zero_stage is {self.zero_stage!r}; the stages are 1, 2 and 3", "zero_stage=3")
-            # The rest is checked as the fix would have it.
-            return [*problems, *replace(self, zero_stage=3).problems(layout, policy)]
-        if self.sync_every_batch not in (True, False, "auto"):
-            problems.add(
-                f"sync_every_batch is {self.sync_every_batch!r}; it is True, False or 'auto'", "sync_every_batch='auto'"
-            )
-        reshard = self.reshard_after_forward
-        if self.zero_stage < 3 and reshard:
-            problems.add(
-                f"reshard_after_forward={reshard!r} frees the gathered parameters that ZeRO-{self.zero_stage} keeps",
-                "zero_stage=3",
-            )
-        if layout.dp_shard_size == 1 and reshard is not None:
-            problems.add("reshard_after_forward has no meaning where nothing is sharded", "reshard_after_forward=None")
-        if not isinstance(reshard, bool | None) and reshard < 2:
-            problems.add(
-                f"reshard_after_forward={reshard} is no number of ranks to re-shard over", "reshard_after_forward=True"
-            )
-        problems.extend(checkpointing_problems(self.activation_checkpointing))
-        problems.extend(capabilities.problems_of(self.features(layout, policy)))
-        return list(problems)
 
 
 @dataclass
@@ -139,6 +70,7 @@ class Parallelized:
         policy: Dtypes.
         data: The data-parallel side.
         checkpointed: Names of the blocks under activation checkpointing.
+        tensor_plan: What is divided over the tp ranks; None where they are one.
     """
 
     module: nn.Module
@@ -149,10 +81,16 @@ class Parallelized:
     options: ParallelOptions
     data: data.DataParallel
     checkpointed: list[str] = field(default_factory=list)
+    tensor_plan: ModelTensorPlan | None = None
     _names_before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     # Not weak: torch cannot convert a sharded parameter to another dtype that has weak references.
     _known: set[nn.Parameter] = field(default_factory=set)
     _stop_watching: Callable[[], None] = lambda: None
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether some parameters are shards: of FSDP, or divided over tp."""
+        return self.data.sharded or self.tensor_plan is not None
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context for every backward of an accumulation window but the last; see `DataParallel.accumulating`."""
@@ -175,6 +113,10 @@ class Parallelized:
         """Clip by the true global norm over all meshes; returns the norm before clipping, equal on all ranks."""
         return gradients.clip_grad_norm_(parameters or self.module.parameters(), max_norm, norm_type)
 
+    def __repr__(self) -> str:
+        tensors = f"\n{self.tensor_plan.report()}" if self.tensor_plan is not None else ""
+        return f"{class_name(self.module)} parallelised as {self.layout}{tensors}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         # A copy of the module (an averaged model) is no parallelised module of its own.
         return self
@@ -189,6 +131,8 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     device: torch.device | None = None,
     forward_methods: Iterable[str] = (),
+    example_inputs: Any = None,
+    tensor_plan: ModelTensorPlan | None = None,
 ) -> Parallelized:
     """Apply a layout to a module, in place, in the order of this file. Needs an initialised default process group.
 
@@ -200,6 +144,10 @@ def parallelize(
         mesh: The layout's mesh, where the caller has built it already.
         device: Where parameters go; by default the mesh's device type (its current device).
         forward_methods: Methods of `module` beside `forward` that run it, such as `training_step`.
+        example_inputs: For tensor parallelism: arguments of the module's forward (a tuple, a mapping or one tensor), or
+            a `tensor.examples.Example`. Without them the module's `example_input_array`, the `dummy_inputs` of
+            Hugging Face models or a made-up input of a block is used.
+        tensor_plan: One that was made before for a module of the same structure.
 
     Returns:
         The handle with the switches of a training loop.
@@ -222,7 +170,7 @@ def parallelize(
     problems = Problems()
     problems.extend(hook_problems(module))
     problems.raise_if_any()
-    plan = plan_blocks(module, options, needed=not replicated)
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=layout.tp_size)
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
     initial.synchronise(dist.group.WORLD)  # type: ignore[arg-type]
@@ -230,6 +178,8 @@ def parallelize(
     cast_floating(module, None if policy.storage is torch.float32 else policy.storage, policy.buffer)
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
+    if layout.tp_size > 1:
+        tensor_plan = _divide_tensors(module, plan, options, mesh, initial, example_inputs, tensor_plan)
     blocks = [(name, module.get_submodule(name)) for name in plan.names]
     checkpointed = apply_activation_checkpointing(blocks, options.activation_checkpointing)
     if options.compile:
@@ -243,6 +193,8 @@ def parallelize(
         handle = _apply_data(module, mesh, plan, policy, options, replicated)
         initial.materialize(module, torch.device("cpu") if options.cpu_offload else device)
         _buffers_to(module, device)
+    if tensor_plan is not None:
+        tensor.slice_chains(module, tensor_plan, mesh.mesh("tp"))
     if handle.units is not None:
         data.register_forward_methods(module, handle.units, forward_methods)
         _compat_fsdp.finalize_fsdp(module)
@@ -257,6 +209,7 @@ def parallelize(
         options,
         handle,
         checkpointed,
+        tensor_plan,
         names_before,
         set(module.parameters()),
         stop_watching,
@@ -302,13 +255,14 @@ def check(layout: ParallelLayout, options: ParallelOptions, policy: PrecisionPol
     problems.raise_if_any()
 
 
-def plan_blocks(module: nn.Module, options: ParallelOptions, *, needed: bool) -> BlockPlan:
+def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, tp_size: int = 1) -> BlockPlan:
     """Find the blocks; a model without any is refused where an option asks for them or it is large and sharded.
 
     Args:
         module: The model.
         options: Name the blocks, or use them.
-        needed: Whether parameters will be sharded.
+        sharded: Whether parameters will be sharded over data ranks.
+        tp_size: Number of ranks that blocks will be divided over.
 
     Raises:
         ParallelConfigError: Naming the classes that were seen.
@@ -318,15 +272,45 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, needed: bool) ->
         "activation_checkpointing": options.activation_checkpointing not in (None, False),
         "compile": bool(options.compile),
     }
-    wanted_for = " and ".join(f"{name}={getattr(options, name)!r}" for name, used in using.items() if used)
-    required = options.blocks != "auto" or bool(wanted_for) or (needed and numel > ROOT_ONLY_LIMIT)
+    wanted = [f"{name}={getattr(options, name)!r}" for name, used in using.items() if used]
+    wanted_for = " and ".join(wanted + [f"tp_size={tp_size}"] * (tp_size > 1))
+    required = options.blocks != "auto" or bool(wanted_for) or (sharded and numel > ROOT_ONLY_LIMIT)
     plan = find_blocks(module, options.blocks, require=required, wanted_for=wanted_for)
-    if needed and not plan.names:
+    if sharded and not plan.names:
         log.info(
             "%s has no repeated blocks: its %s parameters are sharded as one unit and gathered all at once",
             type(module).__name__,
             f"{numel:,}",
         )
+    return plan
+
+
+def _divide_tensors(
+    module: nn.Module,
+    blocks: BlockPlan,
+    options: ParallelOptions,
+    mesh: ParallelMesh,
+    initial: InitPlan,
+    example_inputs: Any,
+    known: ModelTensorPlan | None,
+) -> ModelTensorPlan:
+    """Divide blocks, embedding and head over the tp ranks, as a known plan says or one that is made."""
+    plan = known or tensor.plan_together(
+        module,
+        blocks.names,
+        tensor.examples_of(module, blocks.names, example_inputs),
+        mesh.mesh("tp"),
+        tp_plan=options.tp_plan,
+        sequence_parallel=options.sequence_parallel,
+        use_cache=options.verify == "auto",
+    )
+    tensor.shard_model(
+        module,
+        plan,
+        mesh.mesh("tp"),
+        loss_parallel=options.loss_parallel == "auto",
+        materialize=lambda names: initial.materialize(module, "cpu", only=names),
+    )
     return plan
 
 
@@ -386,6 +370,11 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
         handle.data.reshard()
     now = [dict(handle.module.named_parameters()) for handle in handles]
     current = {param for names in now for param in names.values()}
+    orders = {
+        names[name]: (name, order)
+        for handle, names in zip(handles, now, strict=True)
+        for name, order in tensor.feature_orders(handle.module).items()
+    }
     strange, valueless = [], 0
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
@@ -400,6 +389,10 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
             elif optimizers.has_state_on_meta(optimizer, param):
                 valueless += 1
             else:
+                if replacement is not param and replacement in orders and param in optimizer.state:
+                    name, order = orders[replacement]
+                    state = tensor.reorder_state(name, optimizer.state[param], param, order, to_ranks=True)
+                    optimizer.state[param] = state
                 optimizers.move_state(optimizer, param, replacement)
                 group["params"][i] = replacement
     problems = Problems()
@@ -416,7 +409,7 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallel
             f"{valueless} of them has no value",
             "build the optimizer in configure_optimizers",
         )
-    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.data.sharded for handle in handles)))
+    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.holds_shards for handle in handles)))
     problems.raise_if_any()
 
 

@@ -36,7 +36,8 @@ FEATURES: dict[str, Capability] = {
     "zero2": WORKS,
     "zero3": WORKS,
     "hsdp": WORKS,
-    "tp": Capability("planned", "tensor parallelism has no implementation yet", "tp_size=1"),
+    "tp": WORKS,
+    "sequence parallel": WORKS,
     "cp": Capability("planned", "context parallelism has no implementation yet", "cp_size=1"),
     "pp": Capability("planned", "pipeline parallelism has no implementation yet", "pp_size=1"),
     "ep": Capability("planned", "expert parallelism has no implementation yet", "ep_size=1"),
@@ -58,6 +59,11 @@ FEATURES: dict[str, Capability] = {
 PAIRS: dict[frozenset[str], Capability] = {
     frozenset({"ddp", "cpu offload"}): Capability(
         "refused", "replicated parameters are not offloaded: offloading moves the shards of FSDP", "cpu_offload=False"
+    ),
+    frozenset({"sequence parallel", "compile"}): Capability(
+        "refused",
+        "the compiler cannot follow slices of the hidden state from block to block, which other code must not read",
+        "compile=False",
     ),
     frozenset({"16-mixed", "cpu offload"}): Capability(
         "refused",
@@ -100,7 +106,7 @@ def problems_of(features: Collection[str]) -> list[Problem]:
 
 def markdown_table() -> str:
     """Render the table of the docs: layouts in rows, options in columns, reasons below."""
-    layouts = ["ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "cp", "pp", "ep"]
+    layouts = ["ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "sequence parallel", "cp", "pp", "ep"]
     options = [name for name in FEATURES if name not in layouts]
     notes: list[str] = []
 

@@ -42,7 +42,7 @@ from lightning_par.parallel import _compat_fsdp
 from lightning_par.parallel.carried import carry_over, refuse_copies
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
-from lightning_par.parallel.shards import class_name
+from lightning_par.parallel.shards import class_name, is_cut_by_fsdp
 from lightning_par.parallel.units import Units
 
 log = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ def _check_uniform_dtype(modules: Sequence[nn.Module]) -> None:
     dtypes: dict[torch.dtype, str] = {}
     for module in modules:
         for name, param in module.named_parameters():
-            if param.requires_grad and param.ndim and not isinstance(param, DTensor):
+            if param.requires_grad and param.ndim and not is_cut_by_fsdp(param):
                 dtypes.setdefault(param.dtype, f"{type(module).__name__}.{name}")
     if len(dtypes) > 1:
         problems = Problems()
@@ -407,7 +407,7 @@ def watch_for_bypassed_blocks(module: nn.Module, plan: BlockPlan) -> Callable[[]
 
 def _bypass_check(block_name: str, block: nn.Module, leaf_name: str) -> Callable[[nn.Module, Any], None]:
     def check(leaf: nn.Module, args: Any) -> None:
-        if not any(isinstance(p, DTensor) for p in leaf.parameters(recurse=False)):
+        if not any(is_cut_by_fsdp(p) for p in leaf.parameters(recurse=False)):
             return
         children = sorted({type(c).__name__ for c in block.children() if any(True for _ in c.parameters())})
         raise ParallelConfigError(

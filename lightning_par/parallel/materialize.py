@@ -11,7 +11,7 @@ initialisation and equal for every layout, but not those of an ordinary build, w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +67,8 @@ class InitPlan:
 
     @property
     def _nodes(self) -> list[Node]:
-        found = [ref.node for ref in self.values.values()]
-        found += [
-            leaf.node for _, _, value in self.attributes for leaf in _compat.leaves(value) if isinstance(leaf, Ref)
-        ]
-        return list(dict.fromkeys(found))
+        found = [leaf for _, _, value in self.attributes for leaf in _compat.leaves(value) if isinstance(leaf, Ref)]
+        return list(dict.fromkeys(ref.node for ref in (*self.values.values(), *found)))
 
     def synchronise(self, group: dist.ProcessGroup) -> bool:
         """Make the initial values equal on all ranks of `group`, from its first rank; collective.
@@ -98,12 +95,17 @@ class InitPlan:
         return True
 
     @torch.no_grad()
-    def materialize(self, module: nn.Module, device: torch.device | str) -> None:
+    def materialize(self, module: nn.Module, device: torch.device | str, only: Collection[str] | None = None) -> None:
         """Allocate the meta tensors of `module` on `device` and fill them; needs no communication.
 
         Real tensors stay as they are, and so do ties between parameters, `requires_grad`, attributes set on
         parameters, and which buffers are persistent. Parameters may be DTensors now. Names that `module` lacks are
         skipped (a pipeline stage owns a part). At any moment one full-size value exists, and what it is made from.
+
+        Args:
+            module: The module that was captured.
+            device: Where the tensors go.
+            only: Names of submodules; the tensors of others stay on the meta device for a later call.
 
         Raises:
             ParallelConfigError: If `module` has a tensor on the meta device that was not there at capture, or that has
@@ -111,27 +113,31 @@ class InitPlan:
         """
         if not self.needed:
             return
+        chosen = {name: t for name, t in _named_tensors(module) if t.is_meta and (only is None or _lies_in(name, only))}
         problems = Problems()
-        for name, tensor in _named_tensors(module):
-            if tensor.is_meta and name not in self.values:
+        for name, tensor in chosen.items():
+            if name not in self.values:
                 problems.add(f"{name} is on the meta device and was not there when capture_init ran", _FIX)
-            if tensor.is_meta and not isinstance(tensor, DTensor) and _compat.has_gradient_hooks(tensor):
+            if not isinstance(tensor, DTensor) and _compat.has_gradient_hooks(tensor):
                 problems.add(
                     f"{name} has a gradient hook, which would be lost with the meta tensor that it is on",
                     "register gradient hooks after the model was materialised",
                 )
         problems.raise_if_any()
         device = torch.device(device)
-        _allocate(module, device)
+        ids = {id(tensor) for tensor in chosen.values()}
+        # A tied tensor is there under names outside too.
+        names = {name for name, tensor in _named_tensors(module) if id(tensor) in ids}
+        _allocate(module, device, ids)
         targets = dict(_named_tensors(module))
-        for node in self._nodes:
-            self._fill(node, targets)
+        for node in dict.fromkeys(ref.node for name, ref in self.values.items() if name in names):
+            self._fill(node, {name: targets[name] for name in names})
+        self.values = {name: ref for name, ref in self.values.items() if only is not None and name not in names}
+        owners = {child for name, child in module.named_modules() if only is None or _lies_in(f"{name}.", only)}
         for owner, key, value in self.attributes:
-            if key in vars(owner):
-                vars(owner)[key] = _compat.map_leaves(
-                    lambda leaf: _attribute(leaf, targets, torch.device(device)), value
-                )
-        self.values, self.attributes = {}, []
+            if owner in owners and key in vars(owner):
+                vars(owner)[key] = _compat.map_leaves(lambda leaf: _attribute(leaf, targets, device), value)
+        self.attributes = [entry for entry in self.attributes if entry[0] not in owners]
 
     def _fill(self, node: Node, targets: dict[str, Tensor]) -> None:
         views = {id(targets[name]): name for name, ref in self.values.items() if ref.node is node and name in targets}
@@ -263,14 +269,18 @@ def _children_first(module: nn.Module, model: Any = None) -> Iterator[tuple[Any,
     yield model, module
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Replace the meta tensors of a module by uninitialised ones on `device`, and keep what `Module._apply` loses."""
+def _lies_in(name: str, modules: Collection[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _allocate(module: nn.Module, device: torch.device, ids: Collection[int]) -> None:
+    """Replace some meta tensors of a module by uninitialised ones on `device`, and keep what `Module._apply` loses."""
     slots = [(owner, key, p) for owner in module.modules() for key, p in owner._parameters.items() if p is not None]
     notes = [dict(vars(param)) for _, _, param in slots]
     made: dict[int, Tensor] = {}
 
     def empty(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
+        if id(tensor) not in ids:
             return tensor
         return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_par.parallel._compat import run_at_end_of_backward
+from lightning_par.parallel.shards import to_local, with_local
 
 BUCKET_BYTES = 25 * 2**20
 MAX_IN_FLIGHT = 2  # buckets on the wire at once: bounds the extra memory to this many buckets
@@ -25,7 +26,7 @@ MAX_IN_FLIGHT = 2  # buckets on the wire at once: bounds the extra memory to thi
 
 @dataclass
 class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
+    """Parameters of one dtype and device whose gradients travel together; of those cut over tp, this rank's parts."""
 
     params: list[nn.Parameter]
     waiting: set[nn.Parameter] = field(default_factory=set)
@@ -167,11 +168,11 @@ class GradientReducer:
         if not bucket.active:
             return
         dtype = self._reduce_dtype or bucket.active[0].dtype
-        sizes = [p.numel() for p in bucket.active]
+        sizes = [to_local(p).numel() for p in bucket.active]
         bucket.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=bucket.active[0].device)
         *shares, present = bucket.flat.split([*sizes, len(sizes)])
         for param, share in zip(bucket.active, shares, strict=True):
-            _divide_into(share, param.grad, self._size)
+            _divide_into(share, None if param.grad is None else to_local(param.grad), self._size)
         present.copy_(torch.tensor([float(p.grad is not None) / self._size for p in bucket.active]), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
@@ -180,16 +181,17 @@ class GradientReducer:
         if bucket.work is None or bucket.flat is None:
             return
         bucket.work.wait()
-        sizes = [p.numel() for p in bucket.active]
-        *averages, present = bucket.flat.split([*sizes, len(sizes)])
+        sizes = [to_local(p).numel() for p in bucket.active]
+        *flat, present = bucket.flat.split([*sizes, len(sizes)])
+        averages = [average.view_as(to_local(p)) for p, average in zip(bucket.active, flat, strict=True)]
         bucket.flat = bucket.work = None
-        owned = [(p.grad, a.view_as(p)) for p, a in zip(bucket.active, averages, strict=True) if p.grad is not None]
+        owned = [(to_local(p.grad), a) for p, a in zip(bucket.active, averages, strict=True) if p.grad is not None]
         if owned:
             torch._foreach_copy_([grad for grad, _ in owned], [average for _, average in owned])
         for i, (param, average) in enumerate(zip(bucket.active, averages, strict=True)):
             # Reading `present` waits for the device, so only a rank that lacks a gradient does it.
             if param.grad is None and bool(present[i] != 0):
-                param.grad = average.view_as(param).to(param.dtype, copy=True)
+                param.grad = with_local(average.to(param.dtype, copy=True), param)
 
 
 def _divide_into(share: Tensor, gradient: Tensor | None, size: int) -> None:
@@ -213,5 +215,5 @@ def _make_buckets(params: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket
             bucket, size = _Bucket([]), 0
             buckets.append(bucket)
         bucket.params.append(param)
-        open_buckets[key] = (bucket, size + param.numel() * param.element_size())
+        open_buckets[key] = (bucket, size + to_local(param).numel() * param.element_size())
     return buckets

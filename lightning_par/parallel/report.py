@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_par.blocks import BlockPlan
 from lightning_par.layout import ParallelLayout
+from lightning_par.parallel import tensor
 from lightning_par.parallel.accounting import PHASES, human, model_state
-from lightning_par.parallel.apply import ParallelOptions, check, plan_blocks
+from lightning_par.parallel.apply import check, plan_blocks
 from lightning_par.parallel.data import units_beside_blocks
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import PrecisionPolicy
 
 
@@ -19,6 +23,7 @@ def explain(
     policy: PrecisionPolicy,
     options: ParallelOptions,
     world_size: int,
+    example_inputs: Any = None,
 ) -> str:
     """Describe layout, blocks, units, dtypes and model-state bytes per rank.
 
@@ -28,6 +33,7 @@ def explain(
         policy: Dtypes.
         options: How the layout would be applied.
         world_size: Number of processes.
+        example_inputs: As for `parallelize`.
 
     Raises:
         ParallelConfigError: Everything that would not work.
@@ -36,13 +42,25 @@ def explain(
     replicated = layout.dp_shard_size == 1
     resolved = layout.resolve(world_size)
     stage = 0 if replicated else options.zero_stage
-    plan = plan_blocks(module, options, needed=not replicated)
-    sections = [
-        ("Layout", resolved.describe()),
-        ("Blocks", plan.report()),
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=resolved.tp_size)
+    sections = [("Layout", resolved.describe()), ("Blocks", plan.report())]
+    share = 1.0
+    if resolved.tp_size > 1:
+        seen = tensor.observe(module, plan.names, tensor.examples_of(module, plan.names, example_inputs))
+        divided = tensor.plan_model(
+            module,
+            plan.names,
+            resolved.tp_size,
+            seen=seen,
+            tp_plan=options.tp_plan,
+            sequence_parallel=options.sequence_parallel,
+        )
+        sections.append(("Tensor parallel", divided.report()))
+        share -= divided.divided_numel / divided.total_numel * (1 - 1 / resolved.tp_size)
+    sections += [
         ("Sharding", _sharding(module, plan, options, replicated)),
         ("Dtypes", "\n".join(f"{name}: {value}" for name, value in policy.rows())),
-        ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage)),
+        ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage, share)),
     ]
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections)
 
@@ -75,11 +93,19 @@ def _sharding(module: nn.Module, plan: BlockPlan, options: ParallelOptions, repl
     return "\n".join(lines)
 
 
-def _bytes(module: nn.Module, plan: BlockPlan, layout: ParallelLayout, policy: PrecisionPolicy, zero_stage: int) -> str:
-    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+def _bytes(
+    module: nn.Module,
+    plan: BlockPlan,
+    layout: ParallelLayout,
+    policy: PrecisionPolicy,
+    zero_stage: int,
+    share: float,
+) -> str:
+    """Count bytes; `share` is the part of the parameters that one of the tp ranks has."""
+    trainable = round(share * sum(p.numel() for p in module.parameters() if p.requires_grad))
     lines = [f"{trainable:,} trainable parameters over {layout.fsdp_size if zero_stage else 1} shards"]
     for phase in PHASES:
-        beside_blocks = plan.total_numel - plan.block_numel
+        beside_blocks = round(share * (plan.total_numel - plan.block_numel))
         state = model_state(trainable, layout.fsdp_size, policy, phase, zero_stage=zero_stage, gathered=beside_blocks)
         lines.append(
             f"{phase:16} {human(state.total):>10} = parameters {human(state.parameters)} + gathered "

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from lightning_par.parallel._compat import silenced
 
 
 def class_name(module: nn.Module) -> str:
@@ -33,7 +37,11 @@ def without_partials(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor into a plain tensor; collective over its mesh. A plain tensor is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # A dimension cut over fsdp and tp is gathered over one after the other, as it has to be.
+    with silenced("torch.distributed.tensor._redistribute"):
+        return tensor.full_tensor()
 
 
 def local_shard(full: Tensor, like: DTensor) -> Tensor:
@@ -55,10 +63,25 @@ def local_shard(full: Tensor, like: DTensor) -> Tensor:
 
 def sharded_like(full: Tensor, like: DTensor) -> DTensor:
     """Make a DTensor of a full value, cut as `like` is; no communication, see `local_shard`."""
-    shard = local_shard(full, like)
+    return with_local(local_shard(full, like), like)
+
+
+@overload
+def with_local(local: Tensor, like: DTensor) -> DTensor: ...
+@overload
+def with_local(local: Tensor, like: Tensor) -> Tensor: ...
+def with_local(local: Tensor, like: Tensor) -> Tensor:
+    """Make a tensor laid out as `like` is, of which this rank's part is `local`; shares storage with it."""
+    if not isinstance(like, DTensor):
+        return local
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def is_cut_by_fsdp(param: Tensor) -> bool:
+    """Whether a parameter is an FSDP shard and not gathered; one that is divided over tp stays a DTensor when it is."""
+    return isinstance(param, DTensor) and param.device_mesh.mesh_dim_names != ("tp",)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.order import DIGEST_BYTES, ELSEWHERE, END, GATHER, REDUCE, UnitOrder
-from lightning_par.parallel.shards import class_name
+from lightning_par.parallel.shards import class_name, is_cut_by_fsdp
 
 
 class Units:
@@ -88,12 +88,12 @@ class Units:
             if isinstance(module, FSDPModule):
                 continue
             pending.extend(module.children())
-            if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            if any(is_cut_by_fsdp(p) for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(hook)
 
     def _before_root_module(self, module: nn.Module) -> None:
         params = list(module.parameters(recurse=False))
-        if not any(isinstance(p, DTensor) for p in params):
+        if not any(is_cut_by_fsdp(p) for p in params):
             for unit in self._root_units:
                 unit.align(module)
             return

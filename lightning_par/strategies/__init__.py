@@ -1,7 +1,7 @@
 """Strategies for `lightning.pytorch.Trainer`; the same names for Fabric are in `lightning_par.strategies.fabric`.
 
-Importing this package registers the names `par_ddp`, `par_zero1`, `par_zero2`, `par_zero3`, `par_fsdp` and `par_hsdp`
-for `Trainer(strategy="...")` and `Fabric(strategy="...")`.
+Importing this package registers the names `par_ddp`, `par_zero1`, `par_zero2`, `par_zero3`, `par_fsdp`, `par_hsdp` and
+`par_tp` for `Trainer(strategy="...")` and `Fabric(strategy="...")`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,24 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.strategies import _compat, fabric, foreign
-from lightning_par.strategies.presets import DataParallelDefaults, FSDP2Defaults, HSDPDefaults, ZeRODefaults
+from lightning_par.strategies.presets import (
+    DataParallelDefaults,
+    FSDP2Defaults,
+    HSDPDefaults,
+    TensorParallelDefaults,
+    ZeRODefaults,
+)
 from lightning_par.strategies.trainer import MeshStrategy
 
-__all__ = ["DataParallelStrategy", "FSDP2Strategy", "HSDPStrategy", "MeshStrategy", "ZeROStrategy", "register"]
+__all__ = [
+    "DataParallelStrategy",
+    "FSDP2Strategy",
+    "HSDPStrategy",
+    "MeshStrategy",
+    "TensorParallelStrategy",
+    "ZeROStrategy",
+    "register",
+]
 
 
 class DataParallelStrategy(DataParallelDefaults, MeshStrategy):
@@ -34,6 +48,10 @@ class HSDPStrategy(HSDPDefaults, MeshStrategy):
     __doc__ = HSDPDefaults.__doc__
 
 
+class TensorParallelStrategy(TensorParallelDefaults, MeshStrategy):
+    __doc__ = TensorParallelDefaults.__doc__
+
+
 _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "par_ddp": ("DataParallelStrategy", {}),
     "par_zero1": ("ZeROStrategy", {"stage": 1}),
@@ -41,6 +59,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "par_zero3": ("ZeROStrategy", {"stage": 3}),
     "par_fsdp": ("FSDP2Strategy", {}),
     "par_hsdp": ("HSDPStrategy", {}),
+    "par_tp": ("TensorParallelStrategy", {}),
 }
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import grads, rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -124,6 +124,24 @@ def log_whole_values() -> Callable[[], None]:
     return undo
 
 
+def no_advice_to_synchronise() -> Callable[[], None]:
+    """Keep Lightning from advising `sync_dist=True` where one rank reads all samples.
+
+    It asks whether processes are many, not whether samples are spread (`result._distributed_is_initialized`, 2.6).
+
+    Returns:
+        A function that undoes it.
+    """
+    module: Any = result
+    before = module._distributed_is_initialized
+    module._distributed_is_initialized = lambda: False
+
+    def undo() -> None:
+        module._distributed_is_initialized = before
+
+    return undo
+
+
 def before_checking_the_module(check: Callable[[Any], None]) -> None:
     """Call `check` with each module given to a Trainer that is no LightningModule, before the Trainer refuses it.
 
@@ -174,3 +192,33 @@ def wrap_moves_of_average(callback: Any, around: Callable[..., None]) -> None:
     """Let `around` call what moves values between an averaged model and the module (`WeightAveraging`, 2.6)."""
     for name in ("_swap_models", "_copy_average_to_current"):
         setattr(callback, name, functools.partial(around, getattr(type(callback), name), callback))
+
+
+def step_and_loop(trainer: Any) -> tuple[str, Any]:
+    """The name of the module's step that the run calls first and its loop (attributes of the Trainer, 2.0)."""
+    steps = {
+        TrainerFn.FITTING: ("training_step", trainer.fit_loop),
+        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
+        TrainerFn.TESTING: ("test_step", trainer.test_loop),
+        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
+    }
+    return steps[trainer.state.fn]
+
+
+def loader_of_run(loop: Any) -> Any:
+    """The loader that a loop is going to use, or None; a user's hook that makes it is called once all the same.
+
+    Needs `_DataLoaderSource` with `dataloader` and `is_defined`, which the loop asks for it later (lightning >= 2.0).
+    """
+    source = loop._data_source
+    if source.instance is None or not source.is_defined():
+        return None
+    loader = source.dataloader()
+    if source.is_module():
+
+        def handed_out() -> Any:
+            del source.dataloader
+            return loader
+
+        source.dataloader = handed_out
+    return loader

@@ -49,7 +49,7 @@ def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
         )
     if names and trainer.state.fn == TrainerFn.FITTING:
         handle = apply.parallelized(module)
-        if handle is not None and handle.data.sharded:
+        if handle is not None and handle.holds_shards:
             problems.add(
                 f"{names[0]} copies the module when a fit begins, and an earlier run has sharded it already",
                 "build the module anew, and load its checkpoint",
@@ -76,12 +76,22 @@ class Average:
     def __init__(self, callback: WeightAveraging, handle: apply.Parallelized) -> None:
         self._handle = handle
         self._model = _compat.averaged_model(callback)
-        if handle.data.sharded:
+        if handle.holds_shards:
             # It runs no step, and keeps the dtype in which it was copied.
             options = replace(handle.options, compile=False, activation_checkpointing=None)
             device = next((p.device for p in handle.module.parameters()), torch.device("cpu"))
             policy = resolve_precision("32-true")
-            apply.parallelize(self._module, handle.layout, policy, options, mesh=handle.mesh, device=device)
+            # One rank to shard over is still FSDP, which a size of 1 would not ask for.
+            layout = replace(handle.layout, dp_shard_size=-1) if handle.data.sharded else handle.layout
+            apply.parallelize(
+                self._module,
+                layout,
+                policy,
+                options,
+                mesh=handle.mesh,
+                device=device,
+                tensor_plan=handle.tensor_plan,
+            )
         update = type(self._model).update_parameters
         self._model.update_parameters = lambda model: self._between_steps(update, self._model, model)
         _compat.wrap_moves_of_average(callback, self._move)
@@ -113,8 +123,9 @@ class Average:
         state = ckpt.model_state(self._handle.module)
         self._module.load_state_dict(state, strict=False)
         if _COUNTS in meta:
-            ckpt.load_beside(path, {name: value for name, value in state.items() if isinstance(value, Tensor)})
-            self._handle.module.load_state_dict(meta[_CURRENT], strict=False)
+            current = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            ckpt.load_beside(path, current)
+            self._handle.module.load_state_dict({**current, **meta[_CURRENT]}, strict=False)
             self._model.load_state_dict(meta[_COUNTS], strict=False)
 
     def _on_load_checkpoint(self, trainer: pl.Trainer, pl_module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -133,5 +144,5 @@ class Average:
 
     def _between_steps(self, action: Callable[..., None], *args: Any) -> None:
         self._handle.data.reshard()
-        with torch.no_grad(), step_on_shards(self._handle.data.sharded):
+        with torch.no_grad(), step_on_shards(self._handle.holds_shards):
             action(*args)

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,11 +29,19 @@ from lightning_par.strategies.presets import (
     DataParallelDefaults,
     FSDP2Defaults,
     HSDPDefaults,
+    TensorParallelDefaults,
     ZeRODefaults,
 )
 from lightning_par.strategies.shared import MeshShell, make_way
 
-__all__ = ["DataParallelStrategy", "FSDP2Strategy", "HSDPStrategy", "MeshStrategy", "ZeROStrategy"]
+__all__ = [
+    "DataParallelStrategy",
+    "FSDP2Strategy",
+    "HSDPStrategy",
+    "MeshStrategy",
+    "TensorParallelStrategy",
+    "ZeROStrategy",
+]
 
 State = dict[str, nn.Module | Optimizer | Any]
 
@@ -102,6 +111,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         handle = self._parallelize(module, ())
         if handle not in self._handles:
             self._handles.append(handle)
+            if handle.tensor_plan is not None:
+                rank_zero_info(handle.tensor_plan.report())
         return _GatheredRoot(module, self.precision) if handle.data.sharded else module
 
     @override
@@ -132,7 +143,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
         if closure is None:
             closure_then_reshard()
-        with step_on_shards(any(handle.data.sharded for handle in self._handles)) as outside:
+        with step_on_shards(any(handle.holds_shards for handle in self._handles)) as outside:
             with_closure = {} if closure is None else {"closure": outside(closure_then_reshard)}
             return super().optimizer_step(optimizer, **with_closure, **kwargs)
 
@@ -343,3 +354,7 @@ class FSDP2Strategy(FSDP2Defaults, MeshStrategy):
 
 class HSDPStrategy(HSDPDefaults, MeshStrategy):
     __doc__ = HSDPDefaults.__doc__
+
+
+class TensorParallelStrategy(TensorParallelDefaults, MeshStrategy):
+    __doc__ = TensorParallelDefaults.__doc__

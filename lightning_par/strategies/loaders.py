@@ -291,6 +291,28 @@ def warn_if_same(batch: Any, stage: RunningStage, group: dist.ProcessGroup) -> N
         )
 
 
+def refuse_different(batch: Any, stage: RunningStage, group: dist.ProcessGroup) -> None:
+    """Raise if the ranks of a model group have different batches: they compute one step together.
+
+    Raises:
+        ParallelConfigError: On each of them, naming the ranks.
+    """
+    if isinstance(batch, Iterator) or group.size() == 1:
+        return
+    everyone = _gather([_digest(batch)], group)
+    other = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if other:
+        ranks = [dist.get_global_rank(group, rank) for rank in (0, *other)]
+        raise ParallelConfigError(
+            Problem(
+                f"ranks {', '.join(map(str, ranks))} compute one step together and have different first "
+                f"{stage.dataloader_prefix} batches",
+                "let datasets and samplers depend on `trainer.strategy.mesh.data_rank` and on no other rank, and seed "
+                "what they draw alike (seed_everything)",
+            )
+        )
+
+
 def _digest(batch: Any) -> int:
     """Sum up the content of a batch in a number that differs where the content does; 0 if it has no known content."""
     seen = hashlib.blake2b(digest_size=7)

@@ -75,6 +75,25 @@ class FSDP2Defaults(_Shell):
         super().__init__(dp_shard_size=dp_shard_size, **kwargs)
 
 
+class TensorParallelDefaults(_Shell):
+    """Divides each matrix over neighbouring processes (tensor parallelism), and shards over the others.
+
+    Args:
+        tp_size: Number of ranks that share a matrix; ``"node"`` for the processes of one node.
+        dp_shard_size: Number of ranks to shard over; -1 for what is left.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    def __init__(self, tp_size: int | Literal["node"] = "node", dp_shard_size: int = -1, **kwargs: Any) -> None:
+        self._tp_in_node = tp_size == "node"
+        size = 0 if isinstance(tp_size, str) else tp_size
+        super().__init__(tp_size=size, dp_shard_size=dp_shard_size, **kwargs)
+
+    def _requested_layout(self) -> ParallelLayout:
+        layout = super()._requested_layout()
+        return replace(layout, tp_size=self.num_processes) if self._tp_in_node else layout
+
+
 class HSDPDefaults(_Shell):
     """Shards within a node and replicates between nodes (HSDP).
 

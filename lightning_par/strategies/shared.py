@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,16 @@ from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import apply
 from lightning_par.parallel.memory import ActivationCheckpointing
+from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, resolve_precision
+from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.parallel.report import explain
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
+
+if TYPE_CHECKING:
+    from lightning_par.parallel.tensor import Example
 
 log = logging.getLogger(__name__)
 _LAST_BREATH = 0.1  # seconds
@@ -74,7 +79,7 @@ class MeshShell:
         dp_shard_size: Ranks over which parameters, gradients and optimizer state are sharded; 1 replicates them.
         ep_size: Ranks over which experts are spread. Planned; 1 for now.
         cp_size: Ranks that share a sequence. Planned; 1 for now.
-        tp_size: Ranks that share each matrix. Planned; 1 for now.
+        tp_size: Ranks that share each matrix (tensor parallelism); they see the same samples.
         zero_stage: What is sharded: 1 optimizer state, 2 and gradients, 3 and parameters.
         blocks: The repeated blocks of the model: ``"auto"``, or classes, class names or globs of module names.
         auto_wrap_policy: Lightning's word for ``blocks``, for classes.
@@ -87,6 +92,17 @@ class MeshShell:
         compile: Compile each block; a string names the backend.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
         sync_every_batch: Reduce gradients in each accumulation step; ``"auto"``: with ZeRO-2, ZeRO-3 and HSDP.
+        tp_plan: How Linears are divided over the tp ranks: ``"auto"``, or by globs of module names ``"shard"``,
+            ``"gather"`` or ``"replicate"`` (or the words of Hugging Face's plans), or a function of the model that
+            returns such.
+        sequence_parallel: Cut the sequence over the tp ranks inside the blocks, so that norms and what is saved for
+            backward between the Linears are divided too.
+        loss_parallel: ``"auto"`` leaves logits divided over the vocabulary where the step computes its loss with
+            ``F.cross_entropy``; ``False`` gathers them.
+        verify: ``"always"`` compares a divided block with the undivided one at each start; ``"auto"`` trusts what was
+            verified before with the same code.
+        example_inputs: Arguments of the model's forward with which a tensor-parallel plan is proven, where the Trainer
+            has no data to take them from: a tuple, a mapping or one tensor.
         state_dict_type: Checkpoints as a ``"sharded"`` directory or one ``"full"`` file that plain Lightning loads.
         process_group_backend: Backend of the process group; by default gloo on CPU, NCCL with gloo on GPU.
         timeout: How long a collective may take.
@@ -132,6 +148,11 @@ class MeshShell:
         compile: bool | str = False,
         cpu_offload: bool = False,
         sync_every_batch: bool | Literal["auto"] = "auto",
+        tp_plan: Literal["auto"] | dict[str, str] | Callable[[nn.Module], dict[str, str]] = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: Literal["auto", False] = "auto",
+        verify: Literal["auto", "always"] = "auto",
+        example_inputs: Any = None,
         state_dict_type: StateDictType = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
@@ -139,7 +160,7 @@ class MeshShell:
         super().__init__()
         foreign.introduce(type(self))
         self._layout = ParallelLayout(pp_size, dp_replicate_size, dp_shard_size, ep_size, cp_size, tp_size)
-        self._options = apply.ParallelOptions(
+        self._options = ParallelOptions(
             zero_stage=zero_stage,
             blocks=_merge_blocks(blocks, auto_wrap_policy),
             reshard_after_forward=reshard_after_forward,
@@ -147,7 +168,12 @@ class MeshShell:
             compile=compile,
             cpu_offload=cpu_offload,
             sync_every_batch=sync_every_batch,
+            tp_plan=tp_plan,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            verify=verify,
         )
+        self._example_inputs = example_inputs
         self._mixed_precision = mixed_precision
         self._autocast = autocast
         self._state_dict_type = state_dict_type
@@ -284,7 +310,9 @@ class MeshShell:
             atexit.register(_destroy_process_group)
         self._mesh = _shared_mesh(self._requested_layout().resolve(self.world_size), self.root_device.type)
 
-    def _parallelize(self, module: nn.Module, forward_methods: Collection[str]) -> apply.Parallelized:
+    def _parallelize(
+        self, module: nn.Module, forward_methods: Collection[str], example: Example | None = None
+    ) -> apply.Parallelized:
         handle = apply.parallelize(
             module,
             self._requested_layout(),
@@ -293,11 +321,21 @@ class MeshShell:
             mesh=self.mesh,
             device=self.root_device,
             forward_methods=forward_methods,
+            example_inputs=example if self._example_inputs is None else self._example_inputs,
         )
+        self._share_random_state()
         # Both shells call `begin_backward` before every backward.
         if handle.data.units is not None:
             handle.data.units.announced = True
         return handle
+
+    def _share_random_state(self) -> None:
+        """Let the default generators of the ranks that see the same samples go on alike, from the first one's state."""
+        group = self.mesh.group("model")
+        if group.size() > 1:
+            state = [random_state()]
+            dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+            set_random_state(state[0])
 
     def _same_loss(self, optimizer: Any, loss: Any) -> Any:
         """The loss by which an optimizer decides, the same on all ranks, so that they decide alike."""
@@ -307,7 +345,7 @@ class MeshShell:
 
     def explain(self, module: nn.Module, world_size: int) -> str:
         """Say what this strategy would do to a module on that many processes; needs no process group."""
-        return explain(module, self._requested_layout(), self.policy, self._options, world_size)
+        return explain(module, self._requested_layout(), self.policy, self._options, world_size, self._example_inputs)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -406,6 +444,27 @@ def make_way(path: str | os.PathLike[str]) -> None:
     """Remove what a file is not written over: a link, since its target would be, and a checkpoint directory."""
     if os.path.islink(path) or is_sharded_checkpoint(path):
         remove_checkpoint(path)
+
+
+def meet(key: str, timeout: timedelta) -> bool:
+    """Wait for all ranks without a collective: True on every rank if all came in time, else False on every rank."""
+    store = _compat.default_store()
+
+    def decide(verdict: str) -> None:
+        # Only the first decision counts: nobody goes on with a rank that has just given up.
+        if store.add(f"{key}/decisions", 1) == 1:
+            store.set(f"{key}/verdict", verdict)
+
+    try:
+        if store.add(f"{key}/arrived", 1) == dist.get_world_size():
+            decide("all")
+        try:
+            store.wait([f"{key}/verdict"], timeout)
+        except RuntimeError:
+            decide("not all")
+        return bool(store.get(f"{key}/verdict") == b"all")
+    except RuntimeError:  # the store has gone with the rank that serves it
+        return False
 
 
 _meshes: dict[tuple[ParallelLayout, str], tuple[weakref.ref[Any], ParallelMesh]] = {}

@@ -27,14 +27,16 @@ from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.parallel import tensor
 from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
 from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.report import sizes
 from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
+from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.precision import trainer_plugin
-from lightning_par.strategies.shared import MeshShell, make_way
+from lightning_par.strategies.shared import MeshShell, make_way, meet
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.set_world_ranks()
         self._check()
         assert self.lightning_module is not None
-        averaging.refuse(self.lightning_module, sharded=self._requested_layout().dp_shard_size != 1)
+        layout = self._requested_layout()
+        averaging.refuse(self.lightning_module, sharded=(layout.dp_shard_size, layout.tp_size) != (1, 1))
         super().setup_environment()
         self._connect()
         self.lightning_module._device_mesh = self.mesh.root
@@ -156,13 +159,18 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)
                 synchronise_over(module, self.mesh.group("data"))
-        self._handles = [self._parallelize(module, FORWARD_METHODS)]
+        example = step_example(trainer, self.lightning_module) if self.mesh.layout.tp_size > 1 else None
+        self._handles = [self._parallelize(module, FORWARD_METHODS, example)]
+        if self.parallelized.tensor_plan is not None:
+            rank_zero_info(self.parallelized.tensor_plan.report())
         self.model = self.lightning_module
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
         self._average = averaging.follow(trainer, self.parallelized)
-        if self.parallelized.data.sharded:
+        if self.mesh.data_size == 1:
+            self._undo.append(_compat.no_advice_to_synchronise())
+        if self.parallelized.holds_shards:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
                 # The summary counts whole parameters.
@@ -225,7 +233,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             self.parallelized.data.reshard()
             return self._same_loss(optimizer, result)
 
-        with step_on_shards(self.parallelized.data.sharded) as outside:
+        with step_on_shards(self.parallelized.holds_shards) as outside:
             return super().optimizer_step(optimizer, outside(closure_then_reshard), model, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare_batch(args[0])
-        return super().training_step(*args, **kwargs)
+        return self._gathered(super().training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,18 +272,22 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._take_turn(super().predict_step, *args, **kwargs)
 
+    def _gathered(self, result: Any) -> Any:
+        """What a step returns, the logits in it gathered."""
+        return result if self.parallelized.tensor_plan is None else tensor.gather_logits(result)
+
     def _take_turn(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, and join the other data ranks in those that this rank does not have."""
         turns, units = self._turns, self.parallelized.data.units
         if turns is None:
-            return step(*args, **kwargs)
+            return self._gathered(step(*args, **kwargs))
         if turns.everywhere:
             self._compare_batch(args[0])
         if units is not None:
             units.remember_gathers()
         self._alone = turns.begin()
         try:
-            result = step(*args, **kwargs)
+            result = self._gathered(step(*args, **kwargs))
         finally:
             self._alone = False
         for _ in range(turns.idle()):
@@ -289,6 +301,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         stage = self.lightning_module.trainer.state.stage
         if stage is not None and stage.dataloader_prefix not in self._compared_batches:
             self._compared_batches.add(stage.dataloader_prefix)
+            loaders.refuse_different(batch, stage, self.mesh.group("model"))
             loaders.warn_if_same(batch, stage, self.mesh.group("data"))
 
     def _begin_evaluation(self) -> None:
@@ -445,7 +458,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if self._met_after_exception:
             return
         exception = sys.exception()
-        if not _meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
+        if not meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
             note = (
                 f"rank {dist.get_rank()} saves no checkpoint on this exception: not all ranks failed within "
                 f"{EXCEPTION_AGREEMENT.total_seconds():.0f} s, and a checkpoint needs all of them"
@@ -469,24 +482,3 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _meet(key: str, timeout: timedelta) -> bool:
-    """Wait for all ranks without a collective: True on every rank if all came in time, else False on every rank."""
-    store = _compat.default_store()
-
-    def decide(verdict: str) -> None:
-        # Only the first decision counts: nobody goes on with a rank that has just given up.
-        if store.add(f"{key}/decisions", 1) == 1:
-            store.set(f"{key}/verdict", verdict)
-
-    try:
-        if store.add(f"{key}/arrived", 1) == dist.get_world_size():
-            decide("all")
-        try:
-            store.wait([f"{key}/verdict"], timeout)
-        except RuntimeError:
-            decide("not all")
-        return bool(store.get(f"{key}/verdict") == b"all")
-    except RuntimeError:  # the store has gone with the rank that serves it
-        return False

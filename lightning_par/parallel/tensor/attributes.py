@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.parallel._compat import map_leaves
+from lightning_par.parallel.tensor._compat import fresh
 from lightning_par.parallel.tensor.plan import AttributePatch
 
 # More would be tried for minutes, and no attention is known that needs them.
@@ -31,14 +33,15 @@ def attributes_read(
     Returns:
         Values by module name and attribute.
     """
-    seen: dict[tuple[str, str], int] = {}
-    with torch.no_grad(), _watching(block, owners, seen):
-        block(*args, **kwargs)
+    with torch.no_grad(), watching(block, owners) as seen:
+        block(*map_leaves(fresh, args), **map_leaves(fresh, dict(kwargs)))
     return seen
 
 
 @contextmanager
-def _watching(block: nn.Module, owners: Collection[str], seen: dict[tuple[str, str], int]) -> Iterator[None]:
+def watching(block: nn.Module, owners: Collection[str]) -> Iterator[dict[tuple[str, str], int]]:
+    """Note the integers that are read meanwhile; see `attributes_read`."""
+    seen: dict[tuple[str, str], int] = {}
     before: list[tuple[nn.Module, type, dict[str, Any]]] = []
     try:
         for owner in owners:
@@ -49,7 +52,7 @@ def _watching(block: nn.Module, owners: Collection[str], seen: dict[tuple[str, s
                     # Several modules hold the same object; with a copy each, the reader is known.
                     module.__dict__[name] = _watched(copy.copy(held), owner, f"{name}.", seen)
             _watched(module, owner, "", seen)
-        yield
+        yield seen
     finally:
         for module, cls, attributes in before:
             module.__class__ = cls

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.errors import Problem
-from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
+from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan, SequenceEntry, SequencePlan
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,13 @@ def cache_folder() -> Path:
 
 
 def key_of(
-    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tp_size: int, styles: Mapping[str, str]
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tp_size: int,
+    styles: Mapping[str, str],
+    sequence_parallel: bool = False,
+    variant: str = "",
 ) -> str | None:
     """A key that changes with whatever a plan may depend on, or None where that cannot be told.
 
@@ -49,6 +55,8 @@ def key_of(
             torch.__version__,
             tp_size,
             sorted(styles.items()),
+            sequence_parallel,
+            variant,
             [(name, _source(type(module)), _attributes(module)) for name, module in block.named_modules()],
             [(name, _fact(p)) for name, p in block.named_parameters(remove_duplicate=False)],
             [(name, _fact(buffer)) for name, buffer in block.named_buffers(remove_duplicate=False)],
@@ -62,14 +70,22 @@ def key_of(
 def load(key: str) -> BlockTensorPlan | None:
     """Return the plan of a key, or None if there is none that can be read."""
     try:
-        data = json.loads((cache_folder() / f"{key}.json").read_text())
-        modules = tuple(ModulePlan(**{**entry, "parts": tuple(entry["parts"])}) for entry in data["modules"])
-        patches = tuple(AttributePatch(**entry) for entry in data["patches"])
-        partial = tuple(data["partial_gradients"])
-        misfits = tuple(Problem(**entry) for entry in data["misfits"])
-        return BlockTensorPlan(data["tp_size"], modules, patches, partial, data["verified"], misfits)
+        data = _with_tuples(json.loads((cache_folder() / f"{key}.json").read_text()))
+        data["modules"] = tuple(ModulePlan(**entry) for entry in data["modules"])
+        data["patches"] = tuple(AttributePatch(**entry) for entry in data["patches"])
+        if sequence := data["sequence"]:
+            sequence["entries"] = tuple(SequenceEntry(**entry) for entry in sequence["entries"])
+            data["sequence"] = SequencePlan(**sequence)
+        data["misfits"] = tuple(Problem(**entry) for entry in data["misfits"])
+        return BlockTensorPlan(**data)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _with_tuples(data: Any) -> Any:
+    if isinstance(data, list):
+        return tuple(_with_tuples(value) for value in data)
+    return {name: _with_tuples(value) for name, value in data.items()} if isinstance(data, dict) else data
 
 
 def store(key: str, plan: BlockTensorPlan) -> None:

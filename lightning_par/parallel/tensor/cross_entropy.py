@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.parallel.tensor.collectives import refuse_second_order
+
 
 class _RowLosses(torch.autograd.Function):
     """Unreduced losses of rows; zero where the target is ignored.
 
-    Forward takes logits (N, C / ranks), targets (N,) with -1 for ignored rows, weights (C,) or None.
+    Forward takes logits (N, C / ranks), targets (N,) with -1 for ignored rows and C for what is no class, weights (C,)
+    or None.
     """
 
     @staticmethod
@@ -34,7 +37,8 @@ class _RowLosses(torch.autograd.Function):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         exponents.sub_(largest[:, None])
         mine = (target >= start) & (target < start + here)
-        index = (target - start).clamp(0, here - 1)
+        # What is no class is out of range here too, so that a GPU reports it as it does for torch.
+        index = (target - start).clamp(0, here - 1).masked_fill(target == classes, here)
         at_target = exponents.gather(1, index[:, None]).squeeze(1) * mine
         own_weight = None if weight is None else weight[start : start + here].to(exponents.dtype)
         weighted = exponents.sum(1) if own_weight is None else exponents @ own_weight
@@ -55,6 +59,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_order()
         softmax, index, mine, of_target, counted, own_weight = ctx.saved_tensors
         share = ctx.smoothing / ctx.classes * counted
         scale = (1 - ctx.smoothing) * of_target
@@ -98,10 +103,12 @@ def divided_cross_entropy(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     ignored = target == ignore_index
     classes = logits.shape[1] * group.size()
+    wrong = ((target < 0) | (target >= classes)) & ~ignored
     # As torch: an error on the CPU; on a GPU looking would wait for the device.
-    if target.device.type == "cpu" and bool(((target < 0) | (target >= classes))[~ignored].any()):
+    if target.device.type == "cpu" and bool(wrong.any()):
         raise IndexError(f"a target is not in 0 ... {classes - 1}")
-    losses: Tensor = _RowLosses.apply(logits, target.masked_fill(ignored, -1), weight, label_smoothing, group)
+    rows = target.masked_fill(ignored, -1).masked_fill(wrong, classes)
+    losses: Tensor = _RowLosses.apply(logits, rows, weight, label_smoothing, group)
     if reduction == "none":
         return losses
     if reduction == "sum":

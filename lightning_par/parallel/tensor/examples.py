@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,16 @@ from torch import Tensor, nn
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import map_leaves, map_tensors
 from lightning_par.parallel.random import random_state_kept
+from lightning_par.parallel.tensor._compat import fake_tensors, fresh
+from lightning_par.parallel.tensor.verify import describe, with_values
+from lightning_par.parallel.tensor.vocabulary_plan import Watched, watching
+
+log = logging.getLogger(__name__)
 
 # Positions and samples of an input that is made up.
-_POSITIONS, _SAMPLES = 8, 2
+_POSITIONS, _SAMPLES = 32, 2
+# A model of more parameters takes long to run on a CPU.
+_LARGE = 200_000_000
 
 
 class Call(NamedTuple):
@@ -39,36 +47,59 @@ class Example:
     run: Callable[[], Any]
 
 
-class _SeenAll(BaseException):
-    """Ends a run when nothing more is to be seen; no user code catches it by mistake."""
+@dataclass(frozen=True)
+class Seen:
+    """What a run has shown.
+
+    Attributes:
+        source: Where its inputs came from.
+        calls: How each kind of block was called, by the name of the first one.
+        watched: How the vocabulary's modules were used.
+    """
+
+    source: str
+    calls: Mapping[str, Call]
+    watched: Watched
 
 
-def capture_calls(module: nn.Module, names: Collection[str], example: Example) -> dict[str, Call]:
-    """Run a model and note with which arguments some of its modules are called first; the run ends with the last.
+def observe(module: nn.Module, blocks: Sequence[str], examples: Iterable[Example]) -> Seen | None:
+    """Run a model once and note how its blocks and the modules of its vocabulary are used.
 
-    The model is in evaluation mode meanwhile, and random generators go on as if nothing had happened.
+    The model is in evaluation mode meanwhile, buffers and random generators are afterwards as if nothing had happened.
+    A large model runs without computing anything, where it can. Every rank must call this: the model may communicate.
 
     Args:
         module: The model.
-        names: Names of modules in it.
-        example: How to run it.
+        blocks: Names of its blocks.
+        examples: Ways to run it; the first that works is taken.
 
     Returns:
-        Calls by name; a module that was not called has none.
-
-    Raises:
-        Exception: What the run raised before each of the modules was called.
+        None where none works.
     """
+    names = list(first_of_each_kind(module, blocks).values())
+    large = sum(p.numel() for p in module.parameters()) > _LARGE and not any(p.is_meta for p in module.parameters())
+    for example in examples:
+        for mode in (fake_tensors, nullcontext) if large else (nullcontext,):
+            seen = _observe(module, blocks, names, example, mode())
+            if isinstance(seen, Seen):
+                return seen
+            log.info("%s shows no call of the blocks: %s", example.source, seen)
+    return None
+
+
+def _observe(
+    module: nn.Module, blocks: Sequence[str], names: Sequence[str], example: Example, mode: AbstractContextManager[Any]
+) -> Seen | str:
+    """Run one example; what it showed, or why it showed nothing."""
     calls: dict[str, Call] = {}
 
     def watch(name: str) -> Callable[..., None]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.setdefault(name, Call(*map_leaves(_noted, (args, kwargs))))
-            if len(calls) == len(names):
-                raise _SeenAll
 
         return before
 
+    why = "it calls none"
     with ExitStack() as stack:
         for name in names:
             submodule = module.get_submodule(name)
@@ -76,9 +107,35 @@ def capture_calls(module: nn.Module, names: Collection[str], example: Example) -
             stack.callback(hook.remove)
         stack.enter_context(in_evaluation(module))
         stack.enter_context(random_state_kept())
-        with suppress(_SeenAll):
-            example.run()
-    return calls
+        stack.enter_context(_buffers_kept(module))
+        watched = stack.enter_context(watching(module, blocks))
+        try:
+            with mode:
+                example.run()
+        except Exception as error:  # the user's own code; what it has shown until then is true
+            why = describe(error)
+    return Seen(example.source, calls, watched) if len(calls) == len(names) else why
+
+
+def first_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> dict[tuple[Any, ...], str]:
+    """The first block of each kind; blocks of one kind share a plan."""
+    kinds: dict[tuple[Any, ...], str] = {}
+    for name in blocks:
+        kinds.setdefault(kind_of(module.get_submodule(name)), name)
+    return kinds
+
+
+def kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """What two blocks that share a plan have in common: class, parameters and the numbers that modules hold."""
+    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters(remove_duplicate=False))
+    numbers = tuple(
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        # An index of the layer is not what it computes.
+        if isinstance(value, int | float | str) and key not in ("training", "layer_idx", "layer_index", "layer_id")
+    )
+    return type(block), parameters, numbers
 
 
 def examples_of(module: nn.Module, blocks: Collection[str], given: Any = None) -> Iterator[Example]:
@@ -87,20 +144,27 @@ def examples_of(module: nn.Module, blocks: Collection[str], given: Any = None) -
     Args:
         module: The model.
         blocks: Names of its blocks.
-        given: Inputs of its forward: a tuple of positional ones, a mapping of those with names, or one tensor.
+        given: An `Example`, or inputs of the model's forward: a tuple of positional ones, a mapping of those with
+            names, or one tensor.
     """
-    if given is not None:
-        yield Example("example_inputs", lambda: _call(module, given))
+    if isinstance(given, Example):
+        yield given
+    elif given is not None:
+        yield Example("example_inputs", partial(_call, module, given))
         return
     inputs = getattr(module, "example_input_array", None)
     if inputs is not None:
-        yield Example("example_input_array", lambda: _call(module, inputs))
+        yield Example("example_input_array", partial(_call, module, inputs))
     for name, child in module.named_modules():
         dummy = _dummy_inputs(child)
         if dummy is not None and all(block.startswith(f"{name}." if name else "") for block in blocks):
-            # Named, because a loop variable would have changed by then.
-            yield Example(f"dummy_inputs of {type(child).__name__}", _runner(child, dummy))
-            break
+            # Slices of the sequence need more positions than the few that these have.
+            longer = map_tensors(
+                lambda ids: ids.repeat(1, _POSITIONS)[:, :_POSITIONS] if ids.dim() == 2 else ids, dummy
+            )
+            for inputs in (longer, dummy):
+                yield Example(f"dummy_inputs of {type(child).__name__}", partial(_call, child, inputs))
+            return
 
 
 def guessed_call(block: nn.Module) -> Call:
@@ -126,24 +190,10 @@ def guessed_call(block: nn.Module) -> Call:
     return call
 
 
-def with_values(call: Call) -> Call:
-    """Give the tensors of a call that are on the meta device values: a plan holds for any.
-
-    Floating ones are random, integers zero and booleans true.
-    """
+def call_with_values(call: Call) -> Call:
+    """Give the tensors of a call that have no values some: a plan holds for any."""
     generator = torch.Generator().manual_seed(0)
-
-    def filled(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        if tensor.dtype == torch.bool:
-            return torch.ones(tensor.shape, dtype=torch.bool)
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        return values.requires_grad_(tensor.requires_grad)
-
-    return Call(*map_tensors(filled, (call.args, call.kwargs)))
+    return Call(*map_tensors(lambda tensor: with_values(tensor, generator), (call.args, call.kwargs)))
 
 
 @contextmanager
@@ -158,6 +208,17 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
             child.training = True
 
 
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
 def _noted(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         # Not the tensor itself, which would keep the graph of the run alive.
@@ -165,20 +226,20 @@ def _noted(leaf: Any) -> Any:
     return fresh(leaf)
 
 
-def fresh(leaf: Any) -> Any:
-    """Copy an argument that a call may change, such as a cache of keys and values; others are returned as they are."""
-    changeable = hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, Tensor | nn.Module)
-    return copy.deepcopy(leaf) if changeable else leaf
-
-
 def _call(module: nn.Module, inputs: Any) -> Any:
+    like = next(module.parameters())
+
+    def fitting(tensor: Tensor) -> Tensor:
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+
+    inputs = map_tensors(fitting, inputs)
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
-def _runner(module: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
-    return lambda: module(**inputs)
+def _with_more_positions(ids: Tensor) -> Tensor:
+    return ids.repeat(1, _POSITIONS)[:, :_POSITIONS] if ids.dim() == 2 else ids
 
 
 def _dummy_inputs(module: nn.Module) -> Mapping[str, Any] | None:

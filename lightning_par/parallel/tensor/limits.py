@@ -105,7 +105,8 @@ def _sizes_of_slices(group: LinearGroup, graph: LinearGraph, tp_size: int, inste
     for name, view in heads:
         if view.heads % tp_size:
             yield Problem(
-                f"{name} makes {view.heads} heads of {view.size} features, which tp_size={tp_size} does not divide",
+                f"{name} makes {view.heads} {'head' if view.heads == 1 else 'heads'} of {view.size} features, which "
+                f"tp_size={tp_size} does not divide",
                 f"{_sizes(common)}, or {_instead(name, instead)}",
             )
     columns = [(node.name, part) for node in nodes if node.role == "column" for part in node.parts]

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.tensor import cache
 from lightning_par.parallel.tensor.attributes import attributes_read, patch_sets
+from lightning_par.parallel.tensor.draws import draws_in_group, is_separable, trace_in_training
 from lightning_par.parallel.tensor.limits import Limits, is_stacked, limits_of, uncalled_reason
 from lightning_par.parallel.tensor.plan import AttributePatch, BlockTensorPlan, ModulePlan
-from lightning_par.parallel.tensor.trace import LinearGraph, LinearGroup, is_linear, trace_linears
+from lightning_par.parallel.tensor.propose_sequence import with_sequence
+from lightning_par.parallel.tensor.shrink import shrink
+from lightning_par.parallel.tensor.trace import (
+    LinearGraph,
+    LinearGroup,
+    RandomDraw,
+    common_module,
+    is_linear,
+    trace_linears,
+)
 from lightning_par.parallel.tensor.verify import Trial, Verdict, describe, prepare, verify
 
 Wish = Literal["shard", "gather", "replicate"]
 # A proposal costs up to a second; attention that needs more of them is gathered.
 _MOST_TRIALS = 48
+# A block of more parameters is planned with a narrow copy of it.
+LARGE = 4_000_000
 
 
 class _Outcome(NamedTuple):
@@ -40,6 +55,8 @@ def plan_block(
     *,
     mesh: DeviceMesh | None = None,
     styles: Mapping[str, Wish] | None = None,
+    sequence_parallel: bool = False,
+    variant: str = "",
     use_cache: bool = True,
 ) -> BlockTensorPlan:
     """Trace a block, propose how to divide it, and verify; the block itself stays as it is.
@@ -47,7 +64,7 @@ def plan_block(
     A plan is plain data that does not depend on the rank, and holds for every block of the same class and sizes.
 
     Args:
-        block: The block, with all its values (not on the meta device).
+        block: The block; on the meta device, it is planned with random values.
         args: Positional arguments of one call, as the model makes it.
         kwargs: Keyword arguments of that call. Tensors that require a gradient there have theirs compared.
         tp_size: Number of ranks.
@@ -55,22 +72,24 @@ def plan_block(
             can simulate ranks.
         styles: What some Linears must become, by globs of their names in the block: "shard" (compute with slices),
             "gather" (slices of memory only) or "replicate". The rest is found out.
+        sequence_parallel: Whether to find out as well how the block computes with slices of the sequence: the plan has
+            either a `sequence` or the reason, `sequence_refused`.
+        variant: Tells blocks apart that are alike by class, sizes and attributes, for the plan on disk.
         use_cache: Whether to read and write the plan on disk.
 
     Raises:
-        ParallelConfigError: If a style matches no Linear or cannot be had, or if the block has no values.
+        ParallelConfigError: If a style matches no Linear or cannot be had.
         ValueError: If the mesh is missing.
     """
     kwargs, styles = kwargs or {}, styles or {}
-    if any(param.is_meta for param in block.parameters()):
-        problem = f"{type(block).__name__} has parameters on the meta device, and a plan is verified with values"
-        raise ParallelConfigError(Problem(problem, "plan with one block that is materialised; the plan holds for all"))
+    if mesh is None and dist.is_initialized():
+        raise ValueError("a process group is initialised, so a plan is verified on the tensor-parallel mesh: pass mesh")
     names = [name for name, module in block.named_modules() if is_linear(module)]
     _check_styles(styles, names)
-    key = cache.key_of(block, args, kwargs, tp_size, styles) if use_cache else None
+    key = cache.key_of(block, args, kwargs, tp_size, styles, sequence_parallel, variant) if use_cache else None
     plan = cache.load(key) if key else None
     if plan is None:
-        plan = _find_plan(block, args, kwargs, tp_size, mesh, styles)
+        plan = _find_plan(block, args, kwargs, tp_size, mesh, styles, sequence_parallel)
         if key:
             cache.store(key, plan)
     return plan
@@ -96,38 +115,94 @@ def _find_plan(
     tp_size: int,
     mesh: DeviceMesh | None,
     styles: Mapping[str, Wish],
+    sequence_parallel: bool,
 ) -> BlockTensorPlan:
     modules = tuple(
-        ModulePlan(name, "replicate", sum(p.numel() for p in own), reason=_replicated_reason(block, name, module))
+        ModulePlan(
+            name,
+            "replicate",
+            sum(p.numel() for p in own),
+            sum(p.numel() for p in own if p.dim() < 2),
+            reason=_replicated_reason(block, name, module),
+        )
         for name, module in block.named_modules()
         if (own := list(module.parameters(recurse=False)))
     )
     plan = BlockTensorPlan(tp_size, modules)
     problems = Problems()
+    device = mesh.device_type if mesh else "cpu"
+    small = shrink(block, args, kwargs, tp_size, device) if sum(m.numel for m in modules) > LARGE else None
     try:
-        trial = prepare(block, args, kwargs, mesh.device_type if mesh else "cpu")
+        trial = small.trial if small else prepare(block, args, kwargs, device)
+        in_training = trace_in_training(trial)
     except Exception as error:  # The block's own code, in a precision it may not know.
         reason = f"it does not run in float64, so nothing can be verified ({describe(error)})"
         if any(wish != "replicate" for wish in styles.values()):
             raise ParallelConfigError(Problem(f"{type(block).__name__}: {reason}")) from error
         return replace(_with_reason(plan, {module.name for module in modules}, reason), verified="nothing is divided")
-    graph = trace_linears(trial.block, trial.args, trial.kwargs)
+    graph = small.graph if small else trace_linears(trial.block, trial.args, trial.kwargs)
+    whole = small.original if small else graph
+    draws = in_training.draws
     for name in graph.uncalled:
         reason = uncalled_reason(name, block)
         plan = _with_reason(plan, (name,), reason)
         if _wish((name,), styles) in ("shard", "gather"):
             problems.add(f"{name} cannot be divided: {reason}", f'tp_plan={{"*{name}": "replicate"}}')
+    limits = [limits_of(group, whole, block, tp_size) for group in whole.groups]
+    if replace(in_training, draws=()) != replace(graph, draws=()):
+        name = type(block).__name__
+        other = Problem(f"{name} computes something else in training than in evaluation, where it is verified")
+        limits = [its._replace(structure=(*its.structure, other)) for its in limits]
+    plan, found = _divide_groups(trial, plan, graph, limits, draws, mesh, styles)
+    problems.extend(list(found))
+    problems.raise_if_any()
+    if sequence_parallel:
+        plan = with_sequence(trial, plan, graph, draws, mesh)
+    return _at_full_width(plan, block, whole) if small else plan
+
+
+def _divide_groups(
+    trial: Trial,
+    plan: BlockTensorPlan,
+    graph: LinearGraph,
+    limits: Sequence[Limits],
+    draws: tuple[RandomDraw, ...],
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, Wish],
+) -> tuple[BlockTensorPlan, Problems]:
+    problems = Problems()
     verdict: Verdict | None = None
     for number, group in enumerate(graph.groups):
-        wish = _wish(group.names, styles)
-        outcome = _divide(trial, plan, graph, group, number, limits_of(group, graph, block, tp_size), mesh, wish)
+        its_limits = limits[number]
+        if not is_separable(group, draws):
+            its_limits = its_limits._replace(reductions=(*its_limits.reductions, _inseparable(group)))
+        outcome = _divide(trial, plan, graph, group, number, its_limits, mesh, _wish(group.names, styles))
         plan, verdict = outcome.plan, outcome.verdict or verdict
         problems.extend(outcome.problems)
-    problems.raise_if_any()
+        if plan[group.names[0]].style in ("column", "fused column") and draws_in_group(group, draws):
+            plan = replace(plan, random_groups=(*plan.random_groups, number))
     if verdict is None:
-        return replace(plan, verified="nothing is divided")
-    text = f"compared with the undivided block in float64, largest error {verdict.error:.1e} ({verdict.worst})"
-    return replace(plan, verified=text)
+        return replace(plan, verified="nothing is divided"), problems
+    largest = f"largest error {verdict.error:.1e} ({verdict.worst})"
+    text = f"compared with the undivided block in float64{trial.width}, {largest}"
+    return replace(plan, verified=text), problems
+
+
+def _at_full_width(plan: BlockTensorPlan, block: nn.Module, graph: LinearGraph) -> BlockTensorPlan:
+    """Bring the numbers of a plan that was found with a narrow copy to those of the block."""
+
+    def value(patch: AttributePatch) -> int:
+        number: int = attrgetter(patch.attribute)(block.get_submodule(patch.module))
+        return number // plan.tp_size
+
+    modules = (replace(m, parts=graph.linears[m.name].parts) if m.parts else m for m in plan.modules)
+    patches = (replace(patch, value=value(patch)) for patch in plan.patches)
+    return replace(plan, modules=tuple(modules), patches=tuple(patches))
+
+
+def _inseparable(group: LinearGroup) -> Problem:
+    what = "random numbers for its features, and for what all ranks have, are drawn one between the other in training"
+    return Problem(f"{group.columns[0]}: {what}", f'tp_plan={{"*{group.columns[0]}": "gather"}}')
 
 
 def _wish(names: tuple[str, ...], styles: Mapping[str, Wish]) -> Wish | None:
@@ -163,7 +238,7 @@ def _divide(
             if verdict.accepted:
                 return _Outcome(proposal, verdict)
             closest = min(closest, verdict, key=lambda tried: tried.error) if closest.worst else verdict
-        why = [f"no way to compute with slices gives the same numbers (closest: {_describe(closest)})"]
+        why = [f"no way to compute with slices gives the same numbers (closest: {closest.describe()})"]
     if wish == "shard":
         first = group.names[0]
         problem = Problem(f"{first}: {why[0]}", f'tp_plan={{"*{first}": "gather"}}')
@@ -176,12 +251,8 @@ def _divide(
     verdict = verify(trial, proposal, mesh)
     if verdict.accepted:
         return _Outcome(proposal, verdict)
-    reason = f"{reason}; nor does gathering ({_describe(verdict)})"
+    reason = f"{reason}; nor does gathering ({verdict.describe()})"
     return _Outcome(_with_reason(plan, group.names, reason), None, (Problem(reason),) if wish else ())
-
-
-def _describe(verdict: Verdict) -> str:
-    return verdict.worst if math.isinf(verdict.error) else f"error {verdict.error:.1e} in the {verdict.worst}"
 
 
 def _proposals(
@@ -195,13 +266,11 @@ def _proposals(
     read = attributes_read(trial.block, owners | {""}, trial.args, trial.kwargs)
     summed = (group.inner_parameters, ()) if group.inner_parameters else ((),)
     fused = any(len(node.parts) > 1 for node in nodes if node.role == "column")
-    trials = 0
-    for in_parts in (True, False) if fused else (False,):
-        for patches in patch_sets(read, sizes, plan.tp_size):
-            for partial in summed:
-                trials += 1
-                if trials <= _MOST_TRIALS:
-                    yield _local(plan, graph, group, number, in_parts, patches, partial)
+    owner = common_module(group.names)
+    for narrowed in ((), ((owner, number),)) if owner else ((),):
+        ways = itertools.product((True, False) if fused else (False,), patch_sets(read, sizes, plan.tp_size), summed)
+        for in_parts, patches, partial in itertools.islice(ways, _MOST_TRIALS):
+            yield _local(plan, graph, group, number, in_parts, patches, partial, narrowed)
 
 
 def _local(
@@ -212,6 +281,7 @@ def _local(
     in_parts: bool,
     patches: tuple[AttributePatch, ...],
     partial: tuple[str, ...],
+    narrowed: tuple[tuple[str, int], ...],
 ) -> BlockTensorPlan:
     def changed(module: ModulePlan) -> ModulePlan:
         node = graph.linears[module.name]
@@ -225,7 +295,12 @@ def _local(
     plan = _with_reason(
         plan, {name.rpartition(".")[0] for name in partial}, "each rank uses it on its own features only"
     )
-    return replace(plan, patches=plan.patches + patches, partial_gradients=plan.partial_gradients + partial)
+    return replace(
+        plan,
+        patches=plan.patches + patches,
+        narrowed=plan.narrowed + narrowed,
+        partial_gradients=plan.partial_gradients + partial,
+    )
 
 
 def _gathered(

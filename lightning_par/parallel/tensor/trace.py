@@ -8,7 +8,8 @@ divided as one or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_par.parallel._compat import leaves
-from lightning_par.parallel.tensor._compat import DispatchMode
+from lightning_par.parallel._compat import leaves, map_leaves, no_torch_modes
+from lightning_par.parallel.random import default_generator
+from lightning_par.parallel.tensor._compat import DispatchMode, fresh
 
 Role = Literal["column", "row", "conflict"]
 # Operators that mix the features of their input, and where their arguments say over which dimensions.
@@ -81,6 +83,22 @@ class LinearGroup:
         return self.columns + self.rows
 
 
+class RandomDraw(NamedTuple):
+    """An operator that drew random numbers.
+
+    Attributes:
+        linears: Those that its arguments are open for.
+        called: The Linears called so far, in order.
+        modules: Names of the modules in whose forward it ran; "" is the block.
+        shape: Of what it returned.
+    """
+
+    linears: frozenset[str]
+    called: tuple[str, ...]
+    modules: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class LinearGraph:
     """What `trace_linears` found.
@@ -89,11 +107,13 @@ class LinearGraph:
         linears: Each Linear that was called, by name.
         groups: Linears that are divided together, in the order of their first call.
         uncalled: Linears that never ran as modules: their weights are used otherwise, or not at all.
+        draws: Where random numbers were drawn.
     """
 
     linears: Mapping[str, LinearNode]
     groups: tuple[LinearGroup, ...]
     uncalled: tuple[str, ...] = ()
+    draws: tuple[RandomDraw, ...] = ()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -107,6 +127,13 @@ def is_transposed(module: nn.Module) -> bool:
     if not isinstance(weight, Tensor) or not isinstance(features, int):
         return False
     return weight.dim() == 2 and weight.shape[1] == features
+
+
+def common_module(names: Collection[str]) -> str:
+    """The innermost module that holds all of some modules; "" is the block."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    return ".".join(parts[0] for parts in common)
 
 
 class _Piece(NamedTuple):
@@ -141,6 +168,8 @@ class _Found:
     heads: dict[str, set[HeadView]] = field(default_factory=dict)
     inner: dict[str, set[str]] = field(default_factory=dict)
     reductions: dict[str, set[str]] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)
+    draws: list[RandomDraw] = field(default_factory=list)
 
     def see_role(self, name: str, role: Role) -> None:
         self.roles[name] = role if self.roles.get(name, role) == role else "conflict"
@@ -153,6 +182,7 @@ class _Tracer(DispatchMode):
         super().__init__()
         self.found = _Found()
         self.inside_linear = 0
+        self.running: list[str] = []
         self._flows: dict[int, _Flow] = {}
         # Identity is the key, so nothing may be freed before the end.
         self._kept: list[Tensor] = []
@@ -167,9 +197,13 @@ class _Tracer(DispatchMode):
         return self._flows.get(id(tensor), _Flow())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random_before = _random_state(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         out = func(*args, **(kwargs or {}))
         flows = [self.get(leaf) for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
         opened = frozenset[str]().union(*(flow.open for flow in flows))
+        if random_before is not None and random_before != _random_state(args, kwargs):
+            shape = next((tuple(leaf.shape) for leaf in leaves(out) if isinstance(leaf, Tensor)), ())
+            self.found.draws.append(RandomDraw(opened, tuple(self.found.called), tuple(self.running), shape))
         data = any(flow.data for flow in flows)
         parameters = frozenset[str]().union(*(flow.parameters for flow in flows if not flow.data))
         if opened and not self.inside_linear:
@@ -211,6 +245,17 @@ class _Tracer(DispatchMode):
             self.found.cuts.setdefault(piece.linear, set()).update(range(0, piece.length + 1, size))
 
 
+def _random_state(args: Any, kwargs: Any) -> bytes:
+    """The state of the generator that an operator may draw from: attention has operators that often do not."""
+    tensors = (leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor))
+    device = torch.device((kwargs or {}).get("device") or next((tensor.device for tensor in tensors), "cpu"))
+    generator = default_generator(device)
+    if generator is None:
+        return b""
+    with no_torch_modes():
+        return generator.get_state().numpy().tobytes()
+
+
 def _operator(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
@@ -242,6 +287,7 @@ def _hooks(tracer: _Tracer, name: str) -> tuple[Callable[..., None], Callable[..
         source = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
         opened.append(tracer.get(source).open)
         tracer.inside_linear += 1
+        tracer.found.called.append(name)
 
     def after(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
         tracer.inside_linear -= 1
@@ -267,6 +313,13 @@ def trace_linears(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     linears = {name: module for name, module in block.named_modules() if is_linear(module)}
     tracer = _Tracer(block)
     handles: list[Any] = []
+
+    def leave(*_: Any) -> None:
+        tracer.running.pop()
+
+    for name, module in block.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: tracer.running.append(name)))
+        handles.append(module.register_forward_hook(leave))
     for name, module in linears.items():
         before, after = _hooks(tracer, name)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -276,7 +329,7 @@ def trace_linears(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
             tracer.set(leaf, _Flow(data=True))
     try:
         with _without_fast_path(), torch.no_grad(), tracer:
-            out = block(*args, **(kwargs or {}))
+            out = block(*map_leaves(fresh, args), **map_leaves(fresh, dict(kwargs or {})))
     finally:
         for handle in handles:
             handle.remove()
@@ -284,7 +337,7 @@ def trace_linears(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     found = tracer.found
     nodes = {name: _node(name, module, found) for name, module in linears.items() if name in found.roles}
     uncalled = tuple(name for name in linears if name not in found.roles)
-    return LinearGraph(nodes, tuple(_groups(found, leaked)), uncalled)
+    return LinearGraph(nodes, tuple(_groups(found, leaked)), uncalled, tuple(found.draws))
 
 
 @contextmanager

@@ -17,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.parallel._compat import leaves, map_tensors
+from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor._compat import (
     CAN_SIMULATE,
+    fresh,
+    has_no_values,
     on_each_rank,
     rank_values,
     simulated_mesh,
 )
 from lightning_par.parallel.tensor.apply import feature_dim, rank_order, shard_block
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
+from lightning_par.parallel.tensor.sequence import gather_slices
 
 TOLERANCE = 1e-9
 # A gradient that is truly zero, such as that of a key's bias, is compared with this part of the largest one.
@@ -50,6 +54,10 @@ class Verdict(NamedTuple):
     def accepted(self) -> bool:
         return self.error <= TOLERANCE
 
+    def describe(self) -> str:
+        """Say what differs."""
+        return self.worst if math.isinf(self.error) else f"error {self.error:.1e} in the {self.worst}"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -61,6 +69,7 @@ class Trial:
         kwargs: Keyword arguments.
         inputs: Which of the tensors among them have a gradient, by position.
         expected: Its outputs and gradients by name.
+        width: Said of errors, if the block is not as wide as the user's: " on a copy 1/8 as wide".
     """
 
     block: nn.Module
@@ -68,6 +77,7 @@ class Trial:
     kwargs: Mapping[str, Any]
     inputs: frozenset[int]
     expected: Mapping[str, Tensor]
+    width: str = ""
 
 
 class InDouble(TorchFunctionMode):
@@ -86,21 +96,28 @@ class InDouble(TorchFunctionMode):
 
 
 def prepare(
-    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | str = "cpu"
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    width: str = "",
 ) -> Trial:
     """Run a copy of a block undivided.
 
     Args:
-        block: The block; it stays as it is.
+        block: The block; it stays as it is, and may be on the meta device.
         args: Positional arguments of one call.
-        kwargs: Keyword arguments of it. Gradients of the tensors that require one are compared; if none does, that of
-            the first floating one.
+        kwargs: Keyword arguments of it. Gradients of the first floating tensor and of those that require one are
+            compared.
         device: Where to compute.
+        width: Of the trial.
     """
     generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(block).to(device).double().eval()
+    twin = copy.deepcopy(block)._apply(with_values).to(device).double().eval()
     for param in twin.parameters():
         param.grad = None
+        # A plan is for frozen blocks and for those that are trained: what is frozen now may not be later.
+        param.requires_grad_(param.is_floating_point())
         if not param.is_floating_point():
             continue
         size = 1 / math.sqrt(param.shape[-1]) if param.dim() > 1 else 0.1
@@ -108,9 +125,9 @@ def prepare(
         param.data.add_(size * noise.to(param.device))
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
-    inputs = [i for i in floating if tensors[i].requires_grad] or floating[:1]
+    inputs = [*floating[:1], *(i for i in floating if tensors[i].requires_grad)]
     args, kwargs = map_tensors(lambda tensor: _double(tensor, device), (args, kwargs))
-    trial = Trial(twin, args, kwargs, frozenset(inputs), {})
+    trial = Trial(twin, args, kwargs, frozenset(inputs), {}, width)
     expected = {name: value for name, [value] in _run(trial, twin).items()}
     twin.zero_grad(set_to_none=True)
     return replace(trial, expected=expected)
@@ -133,11 +150,11 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
     with _ranks(plan.tp_size, mesh, simulate) as used:
         try:
             shard_block(twin, plan, used)
-            found = _run(trial, twin, simulate)
+            found = _run(trial, twin, simulate, (plan.sequence.dim, used) if plan.sequence else None)
             _restore_order(found, plan)
             verdict = _compare(trial.expected, found)
         except Exception as error:  # A wrong plan fails in the block's own code, in any way.
-            verdict = Verdict(math.inf, describe(error))
+            verdict = Verdict(math.inf, describe(error) + trial.width)
     if mesh is not None and not simulate:
         worst = torch.tensor(verdict.error, dtype=torch.float64, device=mesh.device_type)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -148,6 +165,24 @@ def verify(trial: Trial, plan: BlockTensorPlan, mesh: DeviceMesh | None = None, 
 def describe(error: Exception) -> str:
     """Return the class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def with_values(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return a tensor, or one with values for one that has none.
+
+    Floats are random, integers zero and booleans true. Parameters are zero: `prepare` adds noise of the right size.
+    """
+    if not has_no_values(tensor):
+        return tensor
+    if tensor.dtype == torch.bool:
+        return torch.ones(tensor.shape, dtype=torch.bool)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    generator = generator or torch.Generator().manual_seed(0)
+    values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return values.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -173,26 +208,49 @@ def _cotangent(out: Tensor) -> Tensor:
     return torch.sin(1 + 7.3 * steps).reshape(out.shape)
 
 
-def _run(trial: Trial, block: nn.Module, simulated: bool = False) -> dict[str, list[Tensor]]:
-    """Outputs and gradients by name, the value of each rank."""
+def _run(
+    trial: Trial, block: nn.Module, simulated: bool = False, slices: tuple[int, DeviceMesh] | None = None
+) -> dict[str, list[Tensor]]:
+    """Outputs and gradients by name, the value of each rank.
+
+    Args:
+        trial: Has the arguments.
+        block: The undivided block, or a divided one.
+        simulated: Whether all ranks are computed here.
+        slices: The dimension that is the sequence, and the mesh, where each rank gets and returns a slice of it.
+    """
     sources: list[Tensor] = []
 
-    def fresh(tensor: Tensor) -> Tensor:
-        tensor = on_each_rank(tensor) if simulated else tensor.clone()
-        sources.append(tensor.requires_grad_(len(sources) in trial.inputs))
+    def source(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return fresh(leaf)
+        tensor = leaf
+        if slices and not sources:
+            tensor = _cut(leaf, *slices)
+        elif simulated:
+            tensor = on_each_rank(leaf)
+        sources.append(tensor.clone().requires_grad_(len(sources) in trial.inputs))
         return sources[-1]
 
-    args, kwargs = map_tensors(fresh, (trial.args, trial.kwargs))
+    args, kwargs = map_leaves(source, (trial.args, trial.kwargs))
     with torch.enable_grad(), InDouble():
         out = block(*args, **kwargs)
         outputs = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if slices:
+            outputs[0] = gather_slices(outputs[0], *slices)
         loss = torch.stack([(leaf * _cotangent(leaf)).sum() for leaf in outputs]).sum()
         loss.backward()
     found = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs)}
     gradients = {f"gradient of input {i}": sources[i].grad for i in trial.inputs}
+    if slices and sources[0].grad is not None:
+        gradients["gradient of input 0"] = gather_slices(sources[0].grad, *slices)
     gradients |= {f"gradient of {name}": param.grad for name, param in block.named_parameters()}
     found |= {name: full_tensor(gradient) for name, gradient in gradients.items() if gradient is not None}
     return {name: [value.detach() for value in rank_values(tensor)] for name, tensor in found.items()}
+
+
+def _cut(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None).to_local().detach()
 
 
 def _restore_order(found: dict[str, list[Tensor]], plan: BlockTensorPlan) -> None:

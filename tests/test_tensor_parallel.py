@@ -1,0 +1,117 @@
+"""Unmodified LightningModules train over tensor-parallel ranks with the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from probe import long_run
+from tensor_models import KINDS
+
+from lightning_par.testing import run_ranks
+from parity import Run, assert_same_training, reference, train
+
+QUICK = ("nano", "llama")
+
+
+TWO = {"tp_size": 2}
+WITH_DATA = {
+    "ddp": (4, {"dp_shard_size": 1, "dp_replicate_size": 2}),
+    "zero1": (4, {"zero_stage": 1}),
+    "zero2": (4, {"zero_stage": 2}),
+    "fsdp": (4, {}),
+    "hsdp": (8, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+}
+
+
+def tensor_run(kind: str, *model_options: tuple[str, Any], **options: Any) -> Run:
+    name, its_options = KINDS[kind]
+    return Run(f"tensor_models:{name}", model_options=(*its_options.items(), *model_options), **options)
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else long_run(kind) for kind in KINDS])
+def test_two_ranks(kind: str) -> None:
+    assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", TWO))
+
+
+# Their blocks compute with slices; the ViT has an odd number of positions.
+IN_SLICES = [kind for kind in KINDS if kind != "vit"]
+SLICES = TWO | {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize("kind", [kind if kind in ("nano", "llama") else long_run(kind) for kind in IN_SLICES])
+def test_slices_of_the_sequence(kind: str) -> None:
+    assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", SLICES))
+
+
+@pytest.mark.parametrize("layout", [name if name == "fsdp" else long_run(name) for name in WITH_DATA])
+@pytest.mark.parametrize("kind", [long_run("nano"), "llama"])
+def test_slices_with_the_data_family(kind: str, layout: str) -> None:
+    ranks, options = WITH_DATA[layout]
+    run = tensor_run(kind, accumulate=2, clip=0.05, host="fabric" if kind == "llama" else "trainer")
+    assert_same_training(run, ranks, ("MeshStrategy", SLICES | options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("run", [tensor_run("nano"), tensor_run("llama", ("num_key_value_heads", 4))], ids=str)
+def test_four_ranks(run: Run, sequence_parallel: bool) -> None:
+    options = {"tp_size": 4, "sequence_parallel": sequence_parallel}
+    assert_same_training(run, 4, ("TensorParallelStrategy", options))
+
+
+@pytest.mark.parametrize("host", ["trainer", long_run("fabric")])
+@pytest.mark.parametrize("layout", [name if name == "fsdp" else long_run(name) for name in WITH_DATA])
+@pytest.mark.parametrize("kind", ["nano", long_run("llama")])
+def test_with_the_data_family(kind: str, layout: str, host: str) -> None:
+    ranks, options = WITH_DATA[layout]
+    assert_same_training(tensor_run(kind, accumulate=2, clip=0.05, host=host), ranks, ("MeshStrategy", TWO | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "full"},
+        long_run({"activation_checkpointing": "selective"}),
+        long_run({"compile": "aot_eager"}),
+        long_run({"compile": "aot_eager", "activation_checkpointing": "full"}),
+        long_run({"cpu_offload": True}),
+        {"loss_parallel": False},
+        long_run({"sequence_parallel": True, "activation_checkpointing": "full"}),
+        long_run({"sequence_parallel": True, "activation_checkpointing": "selective"}),
+        long_run({"sequence_parallel": True, "loss_parallel": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["nano", long_run("qwen3")])
+def test_options_change_no_number(kind: str, options: dict[str, Any]) -> None:
+    # A recomputation casts to float32 as the model says; the loss then must too.
+    casts = (("in_double", False),) if kind == "qwen3" else ()
+    options = TWO | ({"loss_parallel": False} if casts else {}) | options
+    run = tensor_run(kind, *casts, accumulate=2, clip=0.05)
+    assert_same_training(run, 2, ("TensorParallelStrategy", options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nano", "qwen3"])
+@pytest.mark.parametrize("dp_shard_size", [1, 2])
+def test_single_precision(kind: str, dp_shard_size: int) -> None:
+    options = TWO | {"dp_shard_size": dp_shard_size}
+    run = tensor_run(kind, accumulate=2, clip=0.05, precision="32-true")
+    assert_same_training(run, 2 * dp_shard_size, ("MeshStrategy", options))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", long_run("bf16-true"), long_run("16-mixed")])
+@pytest.mark.parametrize(("ranks", "options"), [long_run(2, {"dp_shard_size": 1}), (4, {"dp_shard_size": 2})], ids=str)
+@pytest.mark.parametrize("kind", ["nano", long_run("qwen3")])
+def test_low_precision_follows_lightnings_plugin(
+    kind: str, ranks: int, options: dict[str, Any], precision: str
+) -> None:
+    run = tensor_run(kind, precision=precision, steps=10)
+    records = run_ranks(ranks, train, run, ranks, ("MeshStrategy", TWO | options))
+    data_ranks = ranks // 2
+    expected = torch.tensor(reference(run, data_ranks).losses).view(-1, data_ranks).mean(1)
+    curve = torch.tensor([record.losses for record in records]).mean(0)
+    assert expected[-1] < expected[0], "the reference does not learn: a flat curve would prove nothing"
+    torch.testing.assert_close(curve, expected, rtol=0.02, atol=0)
