@@ -75,16 +75,17 @@ class T5(Base):
 
 
 class ViT(Base):
-    """Classifies pictures that are made from the tokens."""
+    """Classifies pictures that are made from the tokens: of 3 patches, so that with the class token 4 can be cut."""
 
     def __init__(self) -> None:
         sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
         dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=8, **sizes, **dropout)
+        config = transformers.ViTConfig(image_size=(12, 4), patch_size=4, num_labels=8, **sizes, **dropout)
         super().__init__(transformers.ViTForImageClassification(config))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        pictures = torch.sin(x.double()[:, None, :, None] * torch.arange(1, 9, device=x.device)).expand(-1, 3, -1, -1)
+        waves = torch.arange(1, 7, device=x.device)
+        pictures = torch.sin(x.double()[:, :, None] * waves).reshape(len(x), 1, 12, 4).expand(-1, 3, -1, -1)
         return self.model(pixel_values=pictures.to(self.dtype), labels=y[:, 0] % 8).loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
+from examples.nanogpt.model import NanoGPT
+from lightning_par import ParallelLayout, parallelize
 from lightning_par.callbacks import MemoryMonitor
+from lightning_par.parallel.materialize import deferred_init
 from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.testing import RanksFailed, run_ranks
 from models import Tokens
@@ -293,3 +297,29 @@ def test_what_slices_would_change_is_refused(what: str, message: str) -> None:
     run = Run("test_tensor_dropin:Between", model_options=(("what", what),))
     with pytest.raises(RanksFailed, match=message):
         run_ranks(2, train, run, 2, SLICES)
+
+
+# Models without values
+
+
+def first_step(deferred: bool, dp_shard_size: int) -> tuple[float, float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with deferred_init() if deferred else nullcontext():
+        model = NanoGPT(64, 8, 2, 4, WIDTH)
+    assert all(param.is_meta == deferred for param in model.parameters())
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+    par = parallelize(model, ParallelLayout(dp_shard_size=dp_shard_size, tp_size=2), example_inputs=(tokens,))
+    assert model.head.weight is model.tokens.weight
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    par.finish_backward()
+    norm = par.clip_grad_norm_(1.0)
+    return loss.item(), norm.item(), in_original_order(model, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("dp_shard_size", [-1, long_run(1)])
+def test_a_model_without_values_gets_those_of_an_ordinary_build(dp_shard_size: int) -> None:
+    loss, norm, weights = run_ranks(2, first_step, True, dp_shard_size)[0]
+    expected = run_ranks(2, first_step, False, dp_shard_size)[0]
+    assert (loss, norm) == expected[:2]
+    assert all(torch.equal(weights[name], value) for name, value in expected[2].items())

@@ -35,12 +35,10 @@ def test_two_ranks(kind: str) -> None:
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", TWO))
 
 
-# Their blocks compute with slices; the ViT has an odd number of positions.
-IN_SLICES = [kind for kind in KINDS if kind != "vit"]
 SLICES = TWO | {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("nano", "llama") else long_run(kind) for kind in IN_SLICES])
+@pytest.mark.parametrize("kind", [kind if kind in ("nano", "llama") else long_run(kind) for kind in KINDS])
 def test_slices_of_the_sequence(kind: str) -> None:
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", SLICES))
 
