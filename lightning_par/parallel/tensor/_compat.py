@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_par.parallel._compat import silenced
+from lightning_par.parallel._compat import leaves, silenced
 
 try:
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
@@ -36,6 +36,7 @@ __all__ = [
     "DispatchMode",
     "TorchFunctionMode",
     "fake_tensors",
+    "first_tensor",
     "fresh",
     "function_name",
     "has_no_values",
@@ -68,6 +69,11 @@ def like_tensor(cls: type[T], part: Tensor, shape: tuple[int, ...], strides: tup
         cls, shape, strides=strides, dtype=part.dtype, device=part.device, layout=part.layout
     )
     return made
+
+
+def first_tensor(data: Any) -> Tensor:
+    """Return the first tensor in nested containers (`torch.utils._pytree`, torch >= 2.2)."""
+    return next(leaf for leaf in leaves(data) if isinstance(leaf, Tensor))
 
 
 def map_first_tensor(function: Callable[[Tensor], Any], *data: Any) -> Any:

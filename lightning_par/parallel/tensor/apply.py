@@ -76,18 +76,19 @@ def feature_dim(plan: ModulePlan, param: Tensor) -> int:
 
 
 def _divide_parameters(linear: nn.Module, plan: ModulePlan, mesh: DeviceMesh) -> None:
+    order = rank_order(plan.parts, mesh.size()) if plan.style == "fused column" else None
     for name, param in list(linear.named_parameters(recurse=False)):
         dim = feature_dim(plan, param)
         placement: Placement = Shard(dim)
         if plan.style == "row":
             placement = Shard(1 - dim) if param.dim() == 2 else Replicate()
         value = param.detach()
-        if plan.style == "fused column":
-            value = value.index_select(dim, rank_order(plan.parts, mesh.size()).to(value.device))
+        if order is not None:
+            value = value.index_select(dim, order.to(value.device))
         divided = distribute_tensor(value, mesh, [placement], src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(divided, requires_grad=param.requires_grad))
-    if plan.style == "fused column":
-        note_order(linear, rank_order(plan.parts, mesh.size()), transposed=plan.transposed)
+    if order is not None:
+        note_order(linear, order, transposed=plan.transposed)
 
 
 def _divide(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) -> None:

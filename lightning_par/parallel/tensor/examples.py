@@ -159,10 +159,7 @@ def examples_of(module: nn.Module, blocks: Collection[str], given: Any = None) -
         dummy = _dummy_inputs(child)
         if dummy is not None and all(block.startswith(f"{name}." if name else "") for block in blocks):
             # Slices of the sequence need more positions than the few that these have.
-            longer = map_tensors(
-                lambda ids: ids.repeat(1, _POSITIONS)[:, :_POSITIONS] if ids.dim() == 2 else ids, dummy
-            )
-            for inputs in (longer, dummy):
+            for inputs in (map_tensors(_with_more_positions, dummy), dummy):
                 yield Example(f"dummy_inputs of {type(child).__name__}", partial(_call, child, inputs))
             return
 

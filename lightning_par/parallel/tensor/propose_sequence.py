@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_par.parallel._compat import leaves, map_leaves
-from lightning_par.parallel.tensor._compat import fresh, map_first_tensor
+from lightning_par.parallel._compat import map_leaves
+from lightning_par.parallel.tensor._compat import first_tensor, fresh, map_first_tensor
 from lightning_par.parallel.tensor.draws import draws_on_whole
 from lightning_par.parallel.tensor.limits import is_stacked
 from lightning_par.parallel.tensor.plan import BlockTensorPlan, SequenceEntry, SequencePlan
@@ -61,7 +61,7 @@ def with_sequence(
         mesh: As for `plan_block`.
     """
     name = type(trial.block).__name__
-    hidden = next(leaf for leaf in leaves((trial.args, trial.kwargs)) if isinstance(leaf, Tensor))
+    hidden = first_tensor((trial.args, trial.kwargs))
     if not hidden.is_floating_point() or hidden.dim() < 2:
         what = f"{hidden.dtype} of shape {tuple(hidden.shape)}"
         return replace(
@@ -134,8 +134,8 @@ def _mixes(module: nn.Module, call: _Call, dim: int) -> bool:
     kwargs = {name: others.get(id(arg), arg) for name, arg in call.kwargs.items()}
     try:
         with torch.no_grad(), InDouble():
-            before = _first_tensor(module(*map_leaves(fresh, call.args), **map_leaves(fresh, call.kwargs)))
-            after = _first_tensor(module(*map_leaves(fresh, args), **map_leaves(fresh, kwargs)))
+            before = first_tensor(module(*map_leaves(fresh, call.args), **map_leaves(fresh, call.kwargs)))
+            after = first_tensor(module(*map_leaves(fresh, args), **map_leaves(fresh, kwargs)))
     except Exception:  # It runs nowhere but in the block, so nothing is known of it.
         return True
     length = next(iter(call.hidden.values())).shape[dim]
@@ -153,10 +153,6 @@ def _with_other_ends(tensor: Tensor, dim: int) -> Tensor:
     return tensor
 
 
-def _first_tensor(data: Any) -> Tensor:
-    return next(leaf for leaf in leaves(data) if isinstance(leaf, Tensor))
-
-
 def _proposals(
     trial: Trial,
     plan: BlockTensorPlan,
@@ -166,7 +162,7 @@ def _proposals(
     dim: int,
 ) -> Iterator[SequencePlan]:
     """Ways to put the sequence together, those with the least communication and work first."""
-    length = _first_tensor((trial.args, trial.kwargs)).shape[dim]
+    length = first_tensor((trial.args, trial.kwargs)).shape[dim]
 
     def parts(module: str) -> tuple[int | str, ...]:
         """Arguments that are slices; the tokens of an expert, say, are none."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.parallel._compat import leaves, map_leaves, map_tensors
 from lightning_par.parallel.tensor._compat import map_first_tensor
-from lightning_par.parallel.tensor.verify import TOLERANCE, InDouble, describe
+from lightning_par.parallel.tensor.verify import TOLERANCE, InDouble, cotangent, describe
 
 # Rows of a rank in a trial: enough for a first, a last and others.
 _ROWS = 4
@@ -159,9 +159,8 @@ def _slices(twin: nn.Module, ranks: int) -> dict[str, list[Tensor]]:
 
 def _numbers(out: Tensor, sources: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     """The output, and the gradients of what several ranks have a slice of each."""
-    cotangent = torch.sin(1 + 7.3 * torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
     tensors = [tensor for slices in sources.values() for tensor in slices]
-    gradients = iter(torch.autograd.grad(out, tensors, cotangent))
+    gradients = iter(torch.autograd.grad(out, tensors, cotangent(out)))
     found = {f"gradient of {name}": torch.cat([next(gradients) for _ in slices]) for name, slices in sources.items()}
     return {"output": out.detach(), **found}
 

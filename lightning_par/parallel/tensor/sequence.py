@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel._compat import in_backward, leaves, map_tensors
 from lightning_par.parallel.shards import class_name
-from lightning_par.parallel.tensor._compat import function_name, map_first_tensor, without_subclasses
+from lightning_par.parallel.tensor._compat import first_tensor, function_name, map_first_tensor, without_subclasses
 
 
 def whole_dtensor(part: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
@@ -78,11 +78,11 @@ def slice_sequence(blocks: Sequence[nn.Module], mesh: DeviceMesh, dim: int) -> N
 
     def check_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors(_plain, (args, kwargs))
-        check(f"a {class_name(module)} is called with", _first_tensor((args, kwargs)))
+        check(f"a {class_name(module)} is called with", first_tensor((args, kwargs)))
         return args, kwargs
 
     def check_output(module: nn.Module, args: Any, out: Any) -> None:
-        check(f"a {class_name(module)} returns", _first_tensor(out))
+        check(f"a {class_name(module)} returns", first_tensor(out))
 
     def leave(module: nn.Module, args: Any, out: Any) -> Any:
         entered.clear()
@@ -142,10 +142,6 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor
     with without_subclasses():
         return tensor.as_subclass(Tensor)
-
-
-def _first_tensor(data: Any) -> Tensor:
-    return next(leaf for leaf in leaves(data) if isinstance(leaf, Tensor))
 
 
 def _slice_length(hidden: Tensor, dim: int, tp_size: int) -> int:

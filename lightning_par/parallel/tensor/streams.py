@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_par.parallel._compat import leaves, not_compiled
+from lightning_par.parallel._compat import not_compiled
 from lightning_par.parallel.random import Stream, begin_own_stream, begin_shared_stream
+from lightning_par.parallel.tensor._compat import first_tensor
 from lightning_par.parallel.tensor.plan import BlockTensorPlan
 
 
@@ -34,8 +35,7 @@ def separate_streams(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh) 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not module.training or (key in begun and begun[key].is_running):
                 return
-            device = next(leaf.device for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            if (started := stream(device, mesh.get_local_rank(), *options)) is not None:
+            if (started := stream(first_tensor((args, kwargs)).device, mesh.get_local_rank(), *options)) is not None:
                 begun[key] = started
 
         return not_compiled(hook)

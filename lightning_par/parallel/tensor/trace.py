@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_par.parallel._compat import leaves, map_leaves, no_torch_modes
 from lightning_par.parallel.random import default_generator
-from lightning_par.parallel.tensor._compat import DispatchMode, fresh
+from lightning_par.parallel.tensor._compat import DispatchMode, first_tensor, fresh
 
 Role = Literal["column", "row", "conflict"]
 # Operators that mix the features of their input, and where their arguments say over which dimensions.
@@ -284,8 +284,7 @@ def _hooks(tracer: _Tracer, name: str) -> tuple[Callable[..., None], Callable[..
     opened: list[frozenset[str]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        source = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        opened.append(tracer.get(source).open)
+        opened.append(tracer.get(first_tensor((args, kwargs))).open)
         tracer.inside_linear += 1
         tracer.found.called.append(name)
 

@@ -202,7 +202,7 @@ def _double(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _cotangent(out: Tensor) -> Tensor:
+def cotangent(out: Tensor) -> Tensor:
     """Weights of an output's elements, no two of them alike, the same on all ranks."""
     steps = torch.arange(out.numel(), dtype=torch.float64, device=out.device)
     return torch.sin(1 + 7.3 * steps).reshape(out.shape)
@@ -238,7 +238,7 @@ def _run(
         outputs = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if slices:
             outputs[0] = gather_slices(outputs[0], *slices)
-        loss = torch.stack([(leaf * _cotangent(leaf)).sum() for leaf in outputs]).sum()
+        loss = torch.stack([(leaf * cotangent(leaf)).sum() for leaf in outputs]).sum()
         loss.backward()
     found = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs)}
     gradients = {f"gradient of input {i}": sources[i].grad for i in trial.inputs}
