@@ -34,7 +34,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]]]] = {
 class Run:
     """What to train and how; `accumulate` counts the accumulation steps of one rank.
 
-    The model is one of `MODELS`, or a "module:class".
+    The model is one of `MODELS`, or a "module:class". Comparisons of loss curves need no gradients: to gather them in
+    each step takes longer than the steps.
     """
 
     model: str = "nanogpt"
@@ -43,6 +44,7 @@ class Run:
     steps: int = 3
     precision: str = "64-true"
     host: str = "trainer"
+    losses_only: bool = False
     model_options: tuple[tuple[str, Any], ...] = ()
 
     def batches(self, rank: int | None, ranks: int) -> list[list[int]]:
@@ -86,18 +88,21 @@ def in_original_order(module: torch.nn.Module, values: dict[str, Tensor]) -> dic
 
 
 class Recorder(pl.Callback):
-    def __init__(self) -> None:
+    def __init__(self, losses_only: bool = False) -> None:
         self.record = Record()
+        self.losses_only = losses_only
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Lightning hands out the loss divided by the accumulation steps.
         self.record.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.record.take_gradients(pl_module)
+        if not self.losses_only:
+            self.record.take_gradients(pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.record.take_weights(pl_module)
+        if not self.losses_only:
+            self.record.take_weights(pl_module)
 
 
 def make_trainer(devices: int, strategy: Any, **options: Any) -> pl.Trainer:
@@ -145,7 +150,7 @@ def train(run: Run, ranks: int, spec: tuple[str, dict[str, Any]] | None) -> Reco
 
 
 def _train_with_trainer(run: Run, data: Any, accumulate: int, devices: int, strategy: Any) -> Record:
-    recorder = Recorder()
+    recorder = Recorder(run.losses_only)
     trainer = make_trainer(
         devices,
         strategy,
@@ -173,12 +178,14 @@ def _train_with_fabric(run: Run, data: Any, accumulate: int, devices: int, strat
             fabric.backward(loss / accumulate)
         record.losses.append(loss.item())
         if last:
-            record.take_gradients(module)
+            if not run.losses_only:
+                record.take_gradients(module)
             if run.clip:
                 fabric.clip_gradients(model, optimizer, max_norm=run.clip)
             optimizer.step()
             optimizer.zero_grad()
-    record.take_weights(module)
+    if not run.losses_only:
+        record.take_weights(module)
     return record
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,13 +28,29 @@ def long_run(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def some(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Values of `parametrize`, of which those that are not named run with `-m slow` only."""
+    return [value if value in quick else long_run(value) for value in values]
+
+
+def crossed(*values: Iterable[Any], quick: list[tuple[Any, ...]]) -> list[Any]:
+    """Each combination of the values of several arguments, of which those not in `quick` run with `-m slow` only."""
+    cases = list(itertools.product(*values))
+    assert not [case for case in quick if case not in cases]
+    return [case if case in quick else long_run(*case) for case in cases]
+
+
 def layouts(*quick: str) -> Any:
     """Run a test in each layout of `parity.LAYOUTS`, in those that are not named in the long run only."""
-    return pytest.mark.parametrize("layout", [name if name in quick else long_run(name) for name in LAYOUTS])
+    return pytest.mark.parametrize("layout", some(LAYOUTS, *quick))
 
 
-every_layout = pytest.mark.parametrize("strategy", [*TWO, *(long_run(name) for name in FAMILY if name not in TWO)])
-each_layout = layouts("ddp", "zero1", "zero2", "fsdp")
+def strategies(*quick: str) -> Any:
+    """Run a test under each name of `FAMILY`, under those that are not given in the long run only."""
+    return pytest.mark.parametrize("strategy", some([*TWO, *(name for name in FAMILY if name not in TWO)], *quick))
+
+
+every_layout = strategies(*TWO)
 ddp_and_fsdp = layouts("ddp", "fsdp")
 
 

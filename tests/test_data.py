@@ -14,7 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from probe import TWO, Numbers, Probe, SizedStream, Stream, every_layout, numbers, own, same, trainer, weights
+from probe import (
+    FAMILY,
+    TWO,
+    Numbers,
+    Probe,
+    SizedStream,
+    Stream,
+    crossed,
+    numbers,
+    own,
+    same,
+    some,
+    strategies,
+    trainer,
+    weights,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
@@ -96,7 +111,7 @@ def trained_on(kinds: list[str], strategy: str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@every_layout
+@strategies("par_ddp")
 def test_batches_of_any_kind(strategy: str) -> None:
     [alone] = run_ranks(1, trained_on, list(KINDS), "auto")
     for found in run_ranks(2, trained_on, list(KINDS), strategy):
@@ -137,7 +152,7 @@ def seen_with(strategy: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_ddp"))
 def test_samplers_are_spread_and_keep_what_they_say(strategy: str) -> None:
     first, second = run_ranks(2, seen_with, strategy)
     for name in ("none", "shuffle", "own", "distributed"):
@@ -195,8 +210,14 @@ def fit_unevenly(strategy: str, kind: str, lengths: list[int], **options: Any) -
     return module.seen["train"], run.global_step, words, type(loader).__iter__ is DataLoader.__iter__
 
 
-@pytest.mark.parametrize("strategy", TWO)
-@pytest.mark.parametrize("kind", ["own sampler", "stream", "sized stream"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    crossed(
+        ("own sampler", "stream", "sized stream"),
+        TWO,
+        quick=[("own sampler", "par_ddp"), ("stream", "par_fsdp"), ("sized stream", "par_ddp")],
+    ),
+)
 def test_training_ends_an_epoch_with_the_shortest_rank_and_says_so(strategy: str, kind: str) -> None:
     first, second = run_ranks(2, fit_unevenly, strategy, kind, [4, 3], timeout=20)
     assert first[0] == [0, 1, 2] * 2
@@ -239,7 +260,7 @@ def evaluated(strategy: str, samples: list[int], batch_size: int, **options: Any
     return dict(module.seen), {k: float(v) for k, v in run.callback_metrics.items()}, count("used twice")
 
 
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_ddp"))
 @pytest.mark.parametrize(("samples", "batch_size"), [([5], 2), ([7], 3), ([9], 4), ([3, 6], 2)], ids=str)
 def test_every_sample_is_evaluated_once(strategy: str, samples: list[int], batch_size: int) -> None:
     (first, metrics, words), (second, others, _) = run_ranks(2, evaluated, strategy, samples, batch_size)
@@ -274,8 +295,15 @@ def evaluate_own(strategy: str, counts: list[list[int]], how: str, stream: bool 
     return sorted(module.seen["val" if how == "validate" else how]), None
 
 
-@every_layout
-@pytest.mark.parametrize("counts", [[[3, 2]], [[1, 4], [3, 3], [3, 1]]], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "strategy"),
+    crossed(
+        ([[3, 2]], [[1, 4], [3, 3], [3, 1]]),
+        FAMILY,
+        quick=[([[3, 2]], "par_fsdp"), ([[1, 4], [3, 3], [3, 1]], "par_ddp")],
+    ),
+    ids=str,
+)
 def test_a_rank_with_more_batches_evaluates_them_all(strategy: str, counts: list[list[int]]) -> None:
     for how in ("fit", "validate", "test", "predict"):
         for rank, (seen, rest) in enumerate(run_ranks(2, evaluate_own, strategy, counts, how, timeout=20)):
@@ -322,7 +350,7 @@ def run_short_steps(strategy: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_ddp"))
 def test_steps_get_the_arguments_that_they_name(strategy: str) -> None:
     assert run_ranks(2, run_short_steps, strategy) == [[[0, 1], [0, 1], [[0], [1]]] * 2] * 2
 
@@ -379,7 +407,7 @@ def evaluate_and_communicate(lengths: list[int]) -> None:
 def test_communication_in_a_batch_that_others_lack_is_an_error() -> None:
     run_ranks(2, evaluate_and_communicate, [3, 3])
     with pytest.raises(RanksFailed, match="an evaluation step communicates in a batch that other data ranks do not"):
-        run_ranks(2, evaluate_and_communicate, [3, 2], timeout=10)
+        run_ranks(2, evaluate_and_communicate, [3, 2], timeout=6)
 
 
 # -- the same data everywhere ---------------------------------------------------------------------------------------
@@ -448,7 +476,7 @@ MODES = {"min_size": 4, "max_size_cycle": 8, "max_size": 8}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_ddp"))
 def test_combined_loaders_and_a_datamodule(strategy: str, mode: str) -> None:
     (seen, steps, metrics), *others = run_ranks(2, train_on_several, strategy, mode, False)
     assert steps == MODES[mode]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from probe import crossed, long_run
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -144,7 +145,9 @@ def accumulated(layout: ParallelLayout, options: dict[str, Any], steps: int) -> 
         alone.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"zero_stage": 2}, {"sync_every_batch": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"zero_stage": 1}, {"zero_stage": 2}, long_run({"sync_every_batch": False})], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulation_in_a_raw_loop(layout: str, options: dict[str, Any]) -> None:
     run_ranks(2, accumulated, LAYOUTS[layout], options, 3)
@@ -249,8 +252,7 @@ def odd_parameters(layout: ParallelLayout) -> None:
         torch.testing.assert_close(full_tensor(p), q, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "ranks"), crossed(LAYOUTS, (2, 4), quick=[("ddp", 2), ("fsdp", 4)]))
 def test_unusual_parameters(layout: str, ranks: int) -> None:
     run_ranks(ranks, odd_parameters, LAYOUTS[layout])
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from probe import TWO, Probe, every_layout, launched, numbers, own, part, same, weights
+from probe import FAMILY, TWO, Probe, crossed, every_layout, launched, numbers, own, part, same, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import full_tensor
@@ -246,8 +246,9 @@ def store(name: str, kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@every_layout
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), crossed(("sharded", "full"), FAMILY, quick=[("sharded", "par_fsdp"), ("full", "par_ddp")])
+)
 def test_save_and_load_with_filters_and_own_state(strategy: str, kind: str, tmp_path: Path) -> None:
     name = {"par_ddp": "DataParallelStrategy", "par_fsdp": "FSDP2Strategy", "par_hsdp": "HSDPStrategy"}
     for found in run_ranks(2, store, name.get(strategy, "ZeROStrategy"), kind, str(tmp_path)):

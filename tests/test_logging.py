@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import grad_norm
-from probe import TWO, Probe, every_layout, numbers, own, trainer
+from probe import TWO, Probe, every_layout, numbers, own, some, strategies, trainer
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC
@@ -95,7 +95,7 @@ def log_every_form(strategy: str) -> tuple[dict[str, float], dict[str, list[floa
     return floats(run.callback_metrics), dict(logger.rows)
 
 
-@every_layout
+@strategies("par_ddp")
 def test_every_form_of_log_has_the_value_it_says(strategy: str) -> None:
     batches = [[samples[i : i + 2] for i in (0, 2)] for samples in SAMPLES]
     for rank, (metrics, rows) in enumerate(run_ranks(2, log_every_form, strategy)):
@@ -249,7 +249,7 @@ def measure(strategy: str) -> tuple[dict[str, float], dict[str, Any]]:
     return metrics, module.found
 
 
-@every_layout
+@strategies("par_ddp")
 def test_metrics_are_those_of_one_process(strategy: str) -> None:
     [(expected, found)] = run_ranks(1, measure, "auto")
     for metrics, mine in run_ranks(2, measure, strategy):
@@ -289,7 +289,7 @@ def monitor(strategy: str, folder: str, series: list[list[float]], sync: bool) -
     }
 
 
-@every_layout
+@strategies("par_ddp")
 def test_monitors_agree_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     # The means: 3, 2, 2.5, 2.5; alone, rank 0 would go on and rank 1 would stop earlier.
     series = [[4.0, 3.0, 2.0, 1.0, 0.0, 0.0], [2.0, 1.0, 3.0, 4.0, 5.0, 5.0]]
@@ -299,7 +299,7 @@ def test_monitors_agree_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     assert first["kept"] == ["epoch=1-score=2.00.ckpt", "epoch=2-score=2.50.ckpt", "last.ckpt"]
 
 
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_fsdp"))
 def test_a_monitor_that_was_not_reduced_stops_all_ranks_together(strategy: str, tmp_path: Path) -> None:
     series = [[4.0, 3.0, 2.0, 1.0, 0.0, 0.0], [2.0, 1.0, 3.0, 4.0, 5.0, 5.0]]
     first, second = run_ranks(2, monitor, strategy, str(tmp_path), series, False, timeout=20)

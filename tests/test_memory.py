@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from probe import long_run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -501,7 +502,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [None, long_run("eager"), "aot_eager"])
 def test_with_fsdp_around_blocks_and_inside_them(one_rank: Any, setting: str, compiled: str | None) -> None:
     torch._dynamo.reset()
     model, x = make(depth=3, dropout=0.5)

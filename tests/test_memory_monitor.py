@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import Logger
+from probe import crossed
 from torch import nn
 
 from lightning_par.callbacks import MemoryMonitor
@@ -71,8 +72,7 @@ def fit(spec: tuple[str, dict[str, Any]], accumulate: int, every: int, with_logg
     return numel, numel - blocks, monitor.report, logger.seen, printed.getvalue()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "accumulate"), crossed(STRATEGIES, (1, 2), quick=[("ddp", 1), ("fsdp", 2)]))
 def test_bytes_agree_with_the_formula_on_all_ranks(name: str, accumulate: int) -> None:
     zero_stage, spec = STRATEGIES[name]
     results = run_ranks(RANKS, fit, spec, accumulate, 2, accumulate == 1)

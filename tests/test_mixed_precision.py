@@ -25,7 +25,7 @@ DDP = ("DataParallelStrategy", {})
 @pytest.mark.parametrize("spec", [FSDP, DDP], ids=["fsdp", "ddp"])
 @pytest.mark.parametrize("model", ["nanogpt", long_run("llama"), "sensitive", long_run("convnet")])
 def test_loss_curve_follows_lightnings_plugin(model: str, spec: Any) -> None:
-    run = Run(model=model, precision="bf16-mixed", steps=12, clip=1.0)
+    run = Run(model=model, precision="bf16-mixed", steps=12, clip=1.0, losses_only=True)
     records = run_ranks(2, train, run, 2, spec)
     expected = torch.tensor(reference(run, 2).losses).view(-1, 2).mean(1)
     curve = torch.tensor([r.losses for r in records]).mean(0)
@@ -35,7 +35,7 @@ def test_loss_curve_follows_lightnings_plugin(model: str, spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [FSDP, DDP], ids=["fsdp", "ddp"])
 def test_fp16_follows_lightnings_plugin(spec: Any) -> None:
-    run = Run(precision="16-mixed", steps=12)
+    run = Run(precision="16-mixed", steps=12, losses_only=True)
     records = run_ranks(2, train, run, 2, spec)
     expected = torch.tensor(reference(run, 2).losses).view(-1, 2).mean(1)
     torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)
@@ -55,7 +55,7 @@ def test_fp16_follows_lightnings_plugin(spec: Any) -> None:
     ids=["ddp", "zero1", "zero2", "fsdp", "hsdp"],
 )
 def test_every_low_precision_under_every_layout(ranks: int, spec: Any, precision: str) -> None:
-    run = Run(precision=precision, steps=10)
+    run = Run(precision=precision, steps=10, losses_only=True)
     records = run_ranks(ranks, train, run, ranks, spec)
     expected = torch.tensor(reference(run, ranks).losses).view(-1, ranks).mean(1)
     torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)

@@ -15,7 +15,6 @@ from probe import (
     Probe,
     batches,
     ddp_and_fsdp,
-    each_layout,
     launched,
     layouts,
     long_run,
@@ -222,7 +221,7 @@ def assert_resumed_as_never_stopped(names: Iterable[str], layout: str, folder: P
     assert not [(name, r) for r, mine in enumerate(found) for name in names if not same(mine[name], expected[name])]
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped(TYPICAL, layout, tmp_path)
 
@@ -233,7 +232,7 @@ def test_all_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped([n for n in OPTIMIZERS if n not in (*TYPICAL, "LBFGS")], layout, tmp_path)
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 def test_several_optimizers_and_early_ones(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped(MODULES, layout, tmp_path)
 
@@ -246,7 +245,7 @@ def refused(layout: str, name: str, host: str) -> None:
         launched(strategy_of(layout, host)).setup(module, module.configure_optimizers())
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("host", ["trainer", "fabric"])
 def test_lbfgs_trains_whole_parameters_and_is_refused_on_shards(layout: str, host: str, tmp_path: Path) -> None:
     if layout != "ddp":
@@ -315,7 +314,7 @@ def uninterrupted_loops() -> dict[str, list[dict[str, Tensor]]]:
     return {name: [loop("one", name, 1, epochs) for epochs in (1, 2)] for name in FABRIC}
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 def test_optimizers_of_fabric_train_and_resume(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(LAYOUTS[layout][0], loops, layout, str(tmp_path)):
         for name, expected in loops_in_one_process().items():
@@ -404,7 +403,7 @@ def schedule_in_one_process() -> dict[str, tuple[list[list[float]], dict[str, Te
     return run_ranks(1, schedule, "one", "")[0]
 
 
-@ddp_and_fsdp
+@layouts("ddp")
 def test_schedulers_change_the_rates_as_in_one_process(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(LAYOUTS[layout][0], schedule, layout, str(tmp_path)):
         for name, (rates, expected) in schedule_in_one_process().items():
@@ -437,7 +436,7 @@ def accumulate_in_one_process() -> dict[str, tuple[int, dict[str, Tensor]]]:
     return run_ranks(1, accumulate, "one")[0]
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("sync", ["auto", long_run(True), long_run(False)])
 def test_accumulation_with_a_short_last_window(layout: str, sync: Any) -> None:
     for found in run_ranks(LAYOUTS[layout][0], accumulate, layout, sync_every_batch=sync):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from probe import ddp_and_fsdp, long_run
+from probe import crossed, layouts, long_run, some
 from torch.utils.data import DataLoader
 
 from lightning_par.testing import RanksFailed, run_ranks
@@ -15,12 +15,15 @@ from parity import LAYOUTS, Run, assert_same_training, build_strategy, make_trai
 
 def matrix() -> list[object]:
     """Every layout, host and model with accumulation 1 and 3, clipped or not; most of it in the long run only."""
-    quick = {("nanogpt", "trainer"), ("llama", "fabric")}
+    quick = {
+        ("nanogpt", "trainer"): ("ddp", "zero2", "fsdp"),
+        ("llama", "fabric"): ("zero1", "fsdp", "hsdp2x2"),
+    }
     cases = []
     for model, host, layout, accumulate, clip in itertools.product(
         ("nanogpt", "llama"), ("trainer", "fabric"), LAYOUTS, (1, 3), (None, 0.05)
     ):
-        slow = (model, host) not in quick or accumulate == 1 or clip is None
+        slow = layout not in quick.get((model, host), ()) or accumulate == 1 or clip is None
         marks = [pytest.mark.slow] if slow else []
         name = f"{model}-{host}-{layout}-accumulate{accumulate}-{'clip' if clip else 'no clip'}"
         cases.append(pytest.param(model, host, layout, accumulate, clip, marks=marks, id=name))
@@ -33,7 +36,7 @@ def test_data_parallel_family(model: str, host: str, layout: str, accumulate: in
     assert_same_training(Run(model=model, host=host, accumulate=accumulate, clip=clip), ranks, spec)
 
 
-@pytest.mark.parametrize("layout", ["ddp", long_run("zero1"), long_run("zero2"), "fsdp"])
+@pytest.mark.parametrize("layout", some(("ddp", "zero1", "zero2", "fsdp"), "ddp"))
 def test_four_ranks(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05), 4, LAYOUTS[layout][1])
 
@@ -43,22 +46,26 @@ def test_one_rank(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05), 1, LAYOUTS[layout][1])
 
 
-@pytest.mark.parametrize("host", ["trainer", "fabric"])
-@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "host"),
+    crossed(("zero1", "fsdp"), ("trainer", "fabric"), quick=[("zero1", "trainer"), ("fsdp", "fabric")]),
+)
 def test_bases_without_a_dict(layout: str, host: str) -> None:
     assert_same_training(Run("unusual:AbstractFirst", accumulate=2, clip=0.05, host=host), 2, LAYOUTS[layout][1])
 
 
-@pytest.mark.parametrize("model", ["InputGradients", "Adversarial"])
-@ddp_and_fsdp
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    crossed(LAYOUTS, ("InputGradients", "Adversarial"), quick=[("ddp", "Adversarial"), ("fsdp", "InputGradients")]),
+)
 def test_backward_inside_the_step(layout: str, model: str) -> None:
     ranks, spec = LAYOUTS[layout]
     host = "fabric" if layout == "zero1" else "trainer"
     assert_same_training(Run(f"unusual:{model}", accumulate=3, clip=0.05, host=host), ranks, spec)
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@ddp_and_fsdp
+# The quick ones are those that "auto" would not choose.
+@pytest.mark.parametrize(("layout", "sync"), crossed(LAYOUTS, (True, False), quick=[("ddp", True), ("fsdp", False)]))
 def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
     ranks, (name, options) = LAYOUTS[layout]
     assert_same_training(Run(accumulate=3), ranks, (name, options | {"sync_every_batch": sync}))
@@ -67,10 +74,10 @@ def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"activation_checkpointing": "full"},
+        long_run({"activation_checkpointing": "full"}),
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": 2},
-        {"compile": "aot_eager"},
+        long_run({"compile": "aot_eager"}),
         {"compile": "aot_eager", "activation_checkpointing": "full"},
         {"reshard_after_forward": False},
         {"cpu_offload": True},
@@ -112,7 +119,7 @@ def test_single_precision(layout: str) -> None:
     assert_same_training(Run(accumulate=2, clip=0.05, precision="32-true"), ranks, spec)
 
 
-@ddp_and_fsdp
+@layouts("ddp")
 def test_steps_without_batch_idx(layout: str) -> None:
     ranks, spec = LAYOUTS[layout]
     assert_same_training(Run(model="short-steps", accumulate=2), ranks, spec)

@@ -26,8 +26,9 @@ from probe import (
     GLOBAL_BATCH,
     Probe,
     batches,
+    crossed,
     ddp_and_fsdp,
-    each_layout,
+    layouts,
     long_run,
     part,
     same,
@@ -118,7 +119,7 @@ def own_averages_in_one_process(accumulate: int) -> State:
     return run_ranks(1, two_halves, "one", "", OwnAverages, averages, accumulate_grad_batches=accumulate)[0]
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("accumulate", [long_run(1), 2])
 def test_own_averages_follow_as_in_one_process(layout: str, accumulate: int, tmp_path: Path) -> None:
     expected = own_averages_in_one_process(accumulate)
@@ -181,8 +182,9 @@ def keep_buffers(layout: str, folder: str, kind: str) -> tuple[dict[str, list[St
     return first.history, second.history
 
 
-@ddp_and_fsdp
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), crossed(("sharded", "full"), LAYOUTS, quick=[("sharded", "fsdp"), ("full", "ddp")])
+)
 def test_buffers_are_those_of_the_first_rank_where_they_are_read(layout: str, kind: str, tmp_path: Path) -> None:
     ranks = run_ranks(LAYOUTS[layout][0], keep_buffers, layout, str(tmp_path), kind)
     (first, _), (other, _) = ranks[:2]
@@ -204,7 +206,7 @@ def normalise(layout: str, **options: Any) -> tuple[State, State, float]:
     return weights(module), buffers, float(run.callback_metrics["val_loss"])
 
 
-@each_layout
+@ddp_and_fsdp
 @pytest.mark.parametrize("accumulate", [long_run(1), 2])
 def test_sync_batchnorm_normalises_by_the_whole_batch(layout: str, accumulate: int) -> None:
     [expected] = run_ranks(1, normalise, "one", accumulate_grad_batches=accumulate)
@@ -263,7 +265,7 @@ def found_in_one_process(how: str) -> Any:
         return run_ranks(1, find_rate, "one", folder, how)[0]
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 @pytest.mark.parametrize("how", ["callback", long_run("tuner")])
 def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
     tried, chosen, expected, steps = found_in_one_process(how)
@@ -275,8 +277,9 @@ def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".lr_find*")), "the finder's own checkpoint is left"
 
 
-@ddp_and_fsdp
-@pytest.mark.parametrize("how", ["callback", "tuner"])
+@pytest.mark.parametrize(
+    ("how", "layout"), crossed(("callback", "tuner"), LAYOUTS, quick=[("callback", "ddp"), ("tuner", "fsdp")])
+)
 def test_batch_size_finder_works_on_one_rank_and_is_refused_on_several(layout: str, how: str, tmp_path: Path) -> None:
     if layout != "hsdp2x2":
         assert run_ranks(1, find_batch_size, layout, str(tmp_path), how) == [8]
@@ -389,8 +392,9 @@ def average_statistics(layout: str, folder: str, kind: str) -> tuple[State, Stat
     return module.history["inside"][0], weights(module), weights(plain if kind == "full" else again)
 
 
-@ddp_and_fsdp
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), crossed(("sharded", "full"), LAYOUTS, quick=[("sharded", "ddp"), ("full", "fsdp")])
+)
 def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tmp_path: Path) -> None:
     ranks = run_ranks(LAYOUTS[layout][0], average_statistics, layout, str(tmp_path), kind)
     for inside, trained, loaded in ranks:
@@ -398,9 +402,24 @@ def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tm
         assert same(loaded, trained, 1e-6 if kind == "full" else 1e-9)  # Plain Lightning has built it in fp32.
 
 
-@ddp_and_fsdp
+QUICK = [
+    ("SWA", "sharded", "ddp"),
+    ("SWA", "sharded", "fsdp"),
+    ("mean", "sharded", "ddp"),
+    ("mean without buffers", "sharded", "ddp"),
+    ("EMA", "sharded", "fsdp"),
+    ("EMA of some steps", "sharded", "ddp"),
+    ("EMA by epoch", "sharded", "ddp"),
+]
+KINDS = [*((name, "sharded") for name in AVERAGES), ("EMA", "full"), ("SWA", "full")]
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "sharded") for name in AVERAGES), long_run("EMA", "full"), ("SWA", "full")]
+    ("name", "kind", "layout"),
+    [
+        case if case in QUICK else long_run(*case)
+        for case in ((name, kind, layout) for name, kind in KINDS for layout in LAYOUTS)
+    ],
 )
 def test_averages_of_callbacks(layout: str, name: str, kind: str, tmp_path: Path) -> None:
     if name == "SWA" and layout != "ddp":

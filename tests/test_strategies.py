@@ -21,7 +21,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
-from probe import long_run
+from probe import crossed, long_run
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -373,7 +373,8 @@ def built(how: str, strategy: str, precision: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", ["configure_model", "init", "empty"])
 @pytest.mark.parametrize(
-    ("strategy", "precision"), [("par_fsdp", "64-true"), ("par_ddp", "64-true"), long_run("par_fsdp", "bf16-true")]
+    ("strategy", "precision"),
+    [("par_fsdp", "64-true"), long_run("par_ddp", "64-true"), long_run("par_fsdp", "bf16-true")],
 )
 def test_each_way_to_build_gives_the_same_weights(how: str, strategy: str, precision: str) -> None:
     # Drawn in the storage dtype itself, as every `init_module` of Lightning does.
@@ -394,8 +395,10 @@ def built_with_fabric(how: str, strategy: str) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.parametrize("how", ["init", "empty"])
-@pytest.mark.parametrize("strategy", ["par_fsdp", "par_ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    crossed(("par_fsdp", "par_ddp"), ("init", "empty"), quick=[("par_fsdp", "empty"), ("par_ddp", "init")]),
+)
 def test_each_way_to_build_gives_the_same_weights_in_fabric(how: str, strategy: str) -> None:
     want = run_ranks(2, built_with_fabric, "plain", strategy)[0]
     assert_same(run_ranks(2, built_with_fabric, how, strategy)[0], want)
@@ -427,8 +430,19 @@ def several_runs(devices: int, strategy: Any, plan: str) -> tuple[dict[str, Tens
     return weights(module), values
 
 
-@pytest.mark.parametrize("plan", ["same trainer", "new trainer", "evaluate between", "validate first"])
-@pytest.mark.parametrize("strategy", ["par_fsdp", long_run("par_zero1"), "par_ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "plan"),
+    crossed(
+        ("par_fsdp", "par_zero1", "par_ddp"),
+        ("same trainer", "new trainer", "evaluate between", "validate first"),
+        quick=[
+            ("par_fsdp", "same trainer"),
+            ("par_fsdp", "evaluate between"),
+            ("par_ddp", "new trainer"),
+            ("par_ddp", "validate first"),
+        ],
+    ),
+)
 def test_several_runs_are_those_of_one_process(plan: str, strategy: str) -> None:
     """All ranks read the same data, so that one process computes the same."""
     ((want, values),) = run_ranks(1, several_runs, 1, "auto", plan)

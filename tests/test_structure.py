@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from probe import ddp_and_fsdp, layouts
+from probe import crossed, ddp_and_fsdp, layouts, long_run
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -52,7 +52,7 @@ def test_structure(model: str, layout: str) -> None:
     trained(model, layout, steps=2)
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 def test_structure_while_accumulating(layout: str) -> None:
     trained("Shared", layout, steps=2, accumulate=2)
 
@@ -66,7 +66,7 @@ def fit_twice(layout: str, model: str) -> None:
         trainer.fit(module, loader(run.batches(rank, ranks)))
 
 
-@ddp_and_fsdp
+@layouts("ddp")
 def test_a_module_that_is_built_anew_for_the_second_fit_is_refused(layout: str) -> None:
     run_ranks(LAYOUTS[layout][0], fit_twice, layout, "InConfigureModel")
     with pytest.raises(RanksFailed, match=r"\d+ parameters of Rebuilt are new since it was parallelised.*model\."):
@@ -76,8 +76,9 @@ def test_a_module_that_is_built_anew_for_the_second_fit_is_refused(layout: str) 
 # -- parameters that some batches do not use -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["trainer", "fabric"])
-@ddp_and_fsdp
+@pytest.mark.parametrize(
+    ("layout", "host"), crossed(LAYOUTS, ("trainer", "fabric"), quick=[("ddp", "trainer"), ("fsdp", "fabric")])
+)
 def test_parameters_unused_on_some_ranks(layout: str, host: str) -> None:
     trained("Branching", layout, host=host, accumulate=2 if host == "trainer" else 1)
 
@@ -138,7 +139,9 @@ def windows(layout: ParallelLayout, options: dict[str, Any]) -> None:
         alone.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"zero_stage": 2}, {"sync_every_batch": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"zero_stage": 1}, long_run({"zero_stage": 2}), long_run({"sync_every_batch": False})], ids=str
+)
 def test_what_is_used_may_change_within_a_window(options: dict[str, Any]) -> None:
     run_ranks(2, windows, ParallelLayout(), options)
 
@@ -178,8 +181,10 @@ SKIPS = {
 }
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "skip"),
+    crossed(("zero1", "fsdp"), SKIPS, quick=[("zero1", "one"), *(("fsdp", skip) for skip in SKIPS)]),
+)
 def test_a_block_that_only_some_ranks_run_is_refused_in_the_first_step(layout: str, skip: str) -> None:
     function, message = SKIPS[skip]
     with pytest.raises(RanksFailed, match=f"run the blocks of Skipping differently: data {message}"):
@@ -197,7 +202,7 @@ def test_other_blocks_of_the_same_size_on_each_rank_are_noticed_before_the_optim
 def test_a_mix_up_of_collectives_later_ends_in_an_error_that_names_the_blocks(skip: str) -> None:
     function, message = SKIPS[skip]
     with pytest.raises(RanksFailed, match=f"run the blocks of Skipping differently: data {message}"):
-        run_ranks(2, skip_blocks, "fsdp", function, 4, timeout=8)
+        run_ranks(2, skip_blocks, "fsdp", function, 4, timeout=6)
 
 
 def test_replicated_blocks_may_be_left_out_by_some_ranks() -> None:
@@ -309,7 +314,7 @@ def unfrozen_gradients(precision: str, frozen: bool) -> dict[str, Tensor]:
     return gradients(model.blocks[0])
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", long_run("bf16-true")])
 def test_a_block_that_is_frozen_at_first_reduces_in_the_same_dtype_as_the_others(precision: str) -> None:
     thawed, never_frozen = (run_ranks(2, unfrozen_gradients, precision, frozen)[0] for frozen in (True, False))
     for name, gradient in never_frozen.items():

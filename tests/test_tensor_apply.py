@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from probe import long_run, some
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,7 +75,7 @@ def round_trip(name: str, plan: BlockTensorPlan) -> None:
         assert torch.equal(full_tensor(mine), full_tensor(theirs))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+@pytest.mark.parametrize("name", ["gpt2", long_run("phi3")])
 def test_state_dicts_have_the_order_of_the_undivided_block(name: str) -> None:
     run_ranks(2, round_trip, name, planned(name))
 
@@ -90,7 +91,7 @@ def with_fsdp(name: str, plan: BlockTensorPlan) -> float:
     return difference(found, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("name", [long_run("qwen3"), "gpt2"])
 def test_fsdp_composes(name: str) -> None:
     for error in run_ranks(4, with_fsdp, name, planned(name)):
         assert error < 1e-9
@@ -132,7 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", some(MODELS, "Qwen3", "GPT2"))
 def test_blocks_of_a_whole_model(kind: str) -> None:
     blocks = "transformer.h" if kind == "GPT2" else "model.layers"
     assert max(run_ranks(2, whole_model, kind, blocks)) < 1e-9
@@ -179,7 +180,7 @@ def test_a_copy_of_a_divided_block_works() -> None:
     assert max(run_ranks(2, copied, planned("qwen3"))) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["qwen3", "nano"])
+@pytest.mark.parametrize("name", ["qwen3", long_run("nano")])
 def test_the_graph_of_a_forward_is_freed(name: str) -> None:
     case, plan = in_double(make(name)), planned(name)
     with simulated_mesh(2) as mesh:

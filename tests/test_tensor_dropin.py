@@ -249,7 +249,9 @@ def squashed(x: Tensor) -> Tensor:
     return nn.functional.normalize(x, dim=-1)
 
 
-@pytest.mark.parametrize(("model", "spec"), [("FrozenFirst", SLICES), ("UnlikeBlocks", TWO), ("FrozenFirst", TWO)])
+@pytest.mark.parametrize(
+    ("model", "spec"), [("FrozenFirst", SLICES), ("UnlikeBlocks", TWO), long_run("FrozenFirst", TWO)]
+)
 def test_blocks_that_look_alike(model: str, spec: Any) -> None:
     assert_same_training(Run(f"test_tensor_dropin:{model}"), 2, spec)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from probe import some
 from torch import Tensor, nn
 
 from lightning_par.blocks import find_blocks
@@ -220,7 +221,7 @@ def test_a_function_may_give_the_wishes() -> None:
     assert seen == [model]
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("kind", some(("Llama", "Qwen3", "Mistral", "Gemma2"), "Qwen3"))
 def test_plans_of_hugging_face_are_taken(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(**(GQA | {"attn_implementation": "eager"}), head_dim=8)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)

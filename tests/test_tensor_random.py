@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from probe import long_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -193,7 +194,7 @@ def same_masks(slices: bool, how: str, mlp: bool = True) -> None:
             assert torch.allclose(gradient, its["gradients"][name], rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize(("slices", "mlp"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("slices", "mlp"), [long_run(False, True), (True, True), (True, False)])
 def test_recomputation_replays_the_masks(slices: bool, mlp: bool) -> None:
     same_masks(slices, "recompute", mlp)
 

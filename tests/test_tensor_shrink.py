@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from probe import long_run, some
 from torch import Tensor, nn
 
 import tensor_blocks
@@ -23,7 +24,7 @@ from lightning_par.parallel.tensor import BlockTensorPlan, LinearGraph, plan_blo
 from lightning_par.parallel.tensor.shrink import Shrunk, shrink
 from tensor_blocks import CASES, TOKENS, make
 
-QUICK = ("llama", "phi3", "gpt2", "mixtral")
+QUICK = ("gpt2", "mixtral")
 
 
 @pytest.fixture
@@ -56,10 +57,8 @@ def shrunk(block: nn.Module, *args: Any, tp_size: int = 2, **kwargs: Any) -> Shr
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some(CASES, *QUICK))
+@pytest.mark.parametrize("tp_size", [2, long_run(4)])
 def test_the_plan_is_that_of_the_wide_block(name: str, tp_size: int) -> None:
     case = make(name)
     full = planned(case.block, *case.args, **case.kwargs, tp_size=tp_size, large=10**9)
@@ -128,7 +127,7 @@ def test_numbers_that_differ_go_on_to_differ() -> None:
     assert [view[1:] for view in small.graph.linears["q"].heads] == [(8, 16)]
 
 
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", [long_run(False), True])
 def test_a_block_that_computes_something_else_when_narrow_is_planned_at_its_width(decides: bool) -> None:
     block = Attention(decides=decides)
     assert "on a copy 1/4 as wide" in planned(block, hidden(), large=0).verified
@@ -153,7 +152,7 @@ def test_where_heads_keep_their_size_there_are_fewer() -> None:
     assert [(patch.attribute, patch.value) for patch in full.patches] == [("heads", 3)]
 
 
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", [False, long_run(True)])
 def test_a_block_without_values_has_the_same_plan(decides: bool) -> None:
     block = Attention(decides=decides)
     expected, found = (planned(it, hidden(), large=0) for it in (block, copy.deepcopy(block).to("meta")))
@@ -172,7 +171,7 @@ def test_limits_have_the_numbers_of_the_block(monkeypatch: pytest.MonkeyPatch) -
         plan_block(block, (hidden(),), styles={"up": "shard"}, use_cache=False)
 
 
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", [long_run(False), True])
 def test_planning_changes_nothing(decides: bool) -> None:
     block, x = Attention(decides=decides), hidden()
     before = copy.deepcopy(block)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from probe import long_run, some
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -236,7 +237,7 @@ def parity(name: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, "nano", "example", "llama", "gemma3", "bert", "tiny"))
 def test_a_step_gives_the_numbers_of_one_process(name: str) -> None:
     embeddings = len(FOUND[name][0])
     # The gradient of what enters the head, and of the parameter that the step of nano-GPT multiplies slices with.
@@ -281,7 +282,7 @@ def with_fsdp(name: str, units: bool) -> float:
     return max(error.item() for error in errors)
 
 
-@pytest.mark.parametrize(("name", "units"), [("tiny", True), ("llama", False), ("bert", False)])
+@pytest.mark.parametrize(("name", "units"), [("tiny", True), ("llama", False), long_run("bert", False)])
 def test_fsdp_composes(name: str, units: bool) -> None:
     assert max(run_ranks(4, with_fsdp, name, units)) < 1e-12
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, Timer, TQDMProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from probe import TWO, Probe, every_layout, long_run, numbers, part, same, trainer, weights
+from probe import FAMILY, TWO, Probe, numbers, part, same, some, strategies, trainer, weights
 from torch import Tensor, nn
 
 from lightning_par.strategies import FSDP2Strategy
@@ -65,7 +65,7 @@ def in_one_process() -> dict[str, dict[str, Any]]:
     return run_ranks(1, train, list(TRAININGS), "auto")[0]
 
 
-@pytest.mark.parametrize("strategy", [*map(long_run, ("par_ddp", "par_zero1", "par_zero2", "par_hsdp")), "par_fsdp"])
+@pytest.mark.parametrize("strategy", some(FAMILY, "par_ddp"))
 def test_limits_intervals_and_clipping_are_those_of_one_process(strategy: str) -> None:
     first, second = run_ranks(2, train, list(TRAININGS), strategy)
     for name, alone in in_one_process().items():
@@ -140,7 +140,7 @@ def close(one: Any, other: Any) -> bool:
     return all(map(close, one, other)) if isinstance(one, list) else one == other
 
 
-@every_layout
+@strategies("par_ddp")
 def test_several_runs_of_one_module(strategy: str, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -197,7 +197,7 @@ def weights_only(strategy: str, kind: str, path: str) -> tuple[bool, bool, list[
     )
 
 
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", some(TWO, "par_fsdp"))
 @pytest.mark.parametrize(
     ("kind", "missing", "optimizers"),
     [
