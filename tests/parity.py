@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from lightning_par.parallel.gradients import grad_norm
 from lightning_par.parallel.shards import full_tensor
@@ -83,8 +87,40 @@ class Record:
 def in_original_order(module: torch.nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full values of parameters or gradients, the features of fused ones as in the undivided module."""
     orders = feature_orders(module)
-    full = {name: full_tensor(value).detach().clone() for name, value in values.items()}
-    return {name: orders[name].original(value) if name in orders else value for name, value in full.items()}
+    full = gathered({name: value.detach() for name, value in values.items()})
+    return {name: orders[name].original(full[name]) if name in orders else full[name] for name in values}
+
+
+def gathered(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the full values; collective.
+
+    What is cut along one dimension of one mesh comes with one collective, as one for each takes longer than the steps.
+    """
+    full: dict[str, Tensor] = {}
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        cuts = [(i, p) for i, p in enumerate(getattr(value, "placements", ())) if not p.is_replicate()]
+        if len(cuts) == 1 and type(cuts[0][1]) is Shard:
+            alike[value.device_mesh, *cuts[0], value.dtype].append(name)
+        else:
+            full[name] = full_tensor(value).clone()
+    for (mesh, mesh_dim, cut, _), names in alike.items():
+        ranks = mesh.size(mesh_dim)
+        # `torch.chunk`: all ranks have as many rows as the first, but for the last ones.
+        wholes = {name: torch.empty(values[name].shape, device="meta").movedim(cut.dim, 0).shape for name in names}
+        padded = {name: (-(-shape[0] // ranks), *shape[1:]) for name, shape in wholes.items()}
+        mine = []
+        for name in names:
+            part = values[name].to_local().movedim(cut.dim, 0)
+            mine += [part.flatten(), part.new_zeros(math.prod(padded[name]) - part.numel())]
+        flat = torch.cat(mine)
+        every = [torch.empty_like(flat) for _ in range(ranks)]
+        dist.all_gather(every, flat, mesh.get_group(mesh_dim))
+        pieces = torch.stack(every).split([math.prod(shape) for shape in padded.values()], dim=1)
+        for name, piece in zip(names, pieces, strict=True):
+            whole = piece.reshape(ranks * padded[name][0], *padded[name][1:])[: wholes[name][0]]
+            full[name] = whole.movedim(0, cut.dim).clone(memory_format=torch.contiguous_format)
+    return full
 
 
 class Recorder(pl.Callback):
@@ -139,7 +175,7 @@ def build_strategy(spec: tuple[str, dict[str, Any]], host: str) -> Any:
 def train(run: Run, ranks: int, spec: tuple[str, dict[str, Any]] | None) -> Record:
     """Train on this rank of `ranks`; without a strategy, train as one process what `ranks` data ranks would train."""
     same = 1 if spec is None else model_size(spec)
-    rank = None if spec is None else torch.distributed.get_rank() // same
+    rank = None if spec is None else dist.get_rank() // same
     data = loader(run.batches(rank, ranks // same))
     accumulate = run.accumulate * (ranks if spec is None else 1)
     devices = 1 if spec is None else ranks

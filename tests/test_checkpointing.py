@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader
 
 from lightning_par import checkpoint as ckpt
 from lightning_par import strategies
-from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.testing import RanksFailed, run_ranks
 from models import NanoGPT, Tokens, loader
-from parity import make_trainer
+from parity import gathered, make_trainer
 
 SHARDED, FULL = "sharded", "full"
 SPECS = {
@@ -46,7 +45,7 @@ class Scheduled(NanoGPT):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full_tensor(p).detach().clone() for name, p in module.named_parameters()}
+    return gathered({name: p.detach() for name, p in module.named_parameters()})
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 0.0) -> None:

@@ -30,11 +30,10 @@ from torch.utils.data import DataLoader
 from lightning_par import strategies
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel.precision import MixedPrecision
-from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.testing import run_ranks
 from models import GPT, Block, NanoGPT, Tokens, loader
-from parity import make_trainer
+from parity import gathered, make_trainer
 
 NAMES = {
     "par_ddp": ("DataParallelStrategy", 3),
@@ -49,7 +48,7 @@ BATCHES = [[4 * i + j for j in range(4)] for i in range(6)]
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full_tensor(p).detach().clone() for name, p in module.named_parameters()}
+    return gathered({name: p.detach() for name, p in module.named_parameters()})
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 0.0) -> None:

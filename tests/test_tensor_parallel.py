@@ -40,8 +40,9 @@ def test_slices_of_the_sequence(kind: str) -> None:
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", SLICES))
 
 
-@pytest.mark.parametrize("layout", some(WITH_DATA, "fsdp"))
-@pytest.mark.parametrize("kind", [long_run("nano"), "llama"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WITH_DATA)
+@pytest.mark.parametrize("kind", ["nano", "llama"])
 def test_slices_with_the_data_family(kind: str, layout: str) -> None:
     ranks, options = WITH_DATA[layout]
     run = tensor_run(kind, accumulate=2, clip=0.05, host="fabric" if kind == "llama" else "trainer")

@@ -188,7 +188,7 @@ def replicated_after_five_steps(layout: dict[str, Any]) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("layout", [long_run({}), {"dp_shard_size": 1}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("layout", [long_run({}), long_run({"dp_shard_size": 1}), {"sequence_parallel": True}])
 def test_replicated_parameters_stay_bitwise_equal(layout: dict[str, Any]) -> None:
     first, second = run_ranks(2, replicated_after_five_steps, layout)
     assert {"model.norm.weight", "model.positions.weight", "model.blocks.0.attention_norm.bias"} <= first.keys()

@@ -282,7 +282,7 @@ def with_fsdp(name: str, units: bool) -> float:
     return max(error.item() for error in errors)
 
 
-@pytest.mark.parametrize(("name", "units"), [("tiny", True), ("llama", False), long_run("bert", False)])
+@pytest.mark.parametrize(("name", "units"), [("tiny", True), long_run("llama", False), long_run("bert", False)])
 def test_fsdp_composes(name: str, units: bool) -> None:
     assert max(run_ranks(4, with_fsdp, name, units)) < 1e-12
 
