@@ -94,7 +94,7 @@ def resume(path: str, spec: str, state_dict_type: str, dropout: float = 0.0) -> 
     return weights(module)
 
 
-@pytest.mark.parametrize("spec", some(SPECS, "fsdp", "ddp"))
+@pytest.mark.parametrize("spec", some(SPECS, "fsdp"))
 @pytest.mark.parametrize(("state_dict_type", "dropout"), [(SHARDED, 0.1), long_run(FULL, 0.0)])
 def test_resuming_goes_on_bit_for_bit(tmp_path: Path, spec: str, state_dict_type: str, dropout: float) -> None:
     """With dropout where it is sharded: the directory holds the random state of each rank."""
@@ -192,7 +192,7 @@ def test_plain_lightning_loads_and_resumes_a_full_file(tmp_path: Path, spec: str
     assert_same(run_ranks(1, resume, str(tmp_path / "epoch=1.ckpt"), "plain", FULL)[0], want, 1e-6)
 
 
-@pytest.mark.parametrize("spec", some(SPECS, "fsdp", "ddp"))
+@pytest.mark.parametrize("spec", some(SPECS, "fsdp"))
 def test_a_plain_lightning_file_goes_on_here(tmp_path: Path, spec: str) -> None:
     want = run_ranks(1, save_each_epoch, str(tmp_path), "plain", FULL)[0]
     for got in run_ranks(2, resume, str(tmp_path / "epoch=1.ckpt"), spec, SHARDED):
@@ -316,7 +316,7 @@ def fabric_resume(path: str, spec: str, state_dict_type: str) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("state_dict_type", [SHARDED, long_run(FULL)])
-@pytest.mark.parametrize("spec", some(SPECS, "fsdp", "ddp"))
+@pytest.mark.parametrize("spec", some(SPECS, "fsdp"))
 def test_fabric_goes_on_bit_for_bit(tmp_path: Path, spec: str, state_dict_type: str) -> None:
     path = str(tmp_path / "checkpoint")
     want = run_ranks(2, fabric_save, path, spec, state_dict_type)[0]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from probe import FAMILY, TWO, Probe, crossed, every_layout, launched, numbers, own, part, same, weights
+from probe import FAMILY, TWO, Probe, crossed, every_layout, launched, numbers, own, part, same, some, weights
 from torch import Tensor, nn
 
 from lightning_par.parallel.shards import full_tensor
@@ -91,7 +91,7 @@ def in_one_process() -> dict[str, tuple[dict[str, Tensor], list[float]]]:
     return run_ranks(1, loop, list(LOOPS), "auto")[0]
 
 
-@every_layout
+@pytest.mark.parametrize("strategy", some(FAMILY, "par_fsdp"))
 def test_loops_are_those_of_one_process(strategy: str) -> None:
     for found in run_ranks(2, loop, list(LOOPS), strategy):
         for name, (expected, norms) in in_one_process().items():

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from probe import long_run
+from probe import crossed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -22,8 +22,11 @@ FSDP = ("FSDP2Strategy", {})
 DDP = ("DataParallelStrategy", {})
 
 
-@pytest.mark.parametrize("spec", [FSDP, DDP], ids=["fsdp", "ddp"])
-@pytest.mark.parametrize("model", ["nanogpt", long_run("llama"), "sensitive", long_run("convnet")])
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    crossed(("nanogpt", "llama", "sensitive", "convnet"), (FSDP, DDP), quick=[("nanogpt", DDP), ("sensitive", FSDP)]),
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
 def test_loss_curve_follows_lightnings_plugin(model: str, spec: Any) -> None:
     run = Run(model=model, precision="bf16-mixed", steps=12, clip=1.0, losses_only=True)
     records = run_ranks(2, train, run, 2, spec)

@@ -119,7 +119,7 @@ def own_averages_in_one_process(accumulate: int) -> State:
     return run_ranks(1, two_halves, "one", "", OwnAverages, averages, accumulate_grad_batches=accumulate)[0]
 
 
-@ddp_and_fsdp
+@layouts("fsdp")
 @pytest.mark.parametrize("accumulate", [long_run(1), 2])
 def test_own_averages_follow_as_in_one_process(layout: str, accumulate: int, tmp_path: Path) -> None:
     expected = own_averages_in_one_process(accumulate)

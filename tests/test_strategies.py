@@ -370,7 +370,7 @@ def built(how: str, strategy: str, precision: str) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.parametrize("how", ["configure_model", "init", "empty"])
+@pytest.mark.parametrize("how", ["configure_model", long_run("init"), "empty"])
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [("par_fsdp", "64-true"), long_run("par_ddp", "64-true"), long_run("par_fsdp", "bf16-true")],

@@ -35,7 +35,7 @@ def trained(model: str, layout: str, **options: Any) -> None:
         "Nested",
         "ThreeNames",
         "Parametrized",
-        "Shared",
+        long_run("Shared"),
         "Hooked",
         "LateHook",
         "Compiled",

@@ -57,7 +57,7 @@ EXPECTED = {
     "t5_decoder": "layer.2.DenseReluDense|layer.0.SelfAttention layer.1.EncDecAttention",
     "torch_encoder": "|self_attn",
 }
-QUICK = ("nano", "example", "llama", "qwen3", "mixtral", "vit", "torch_encoder")
+QUICK = ("example", "llama", "qwen3", "mixtral", "vit", "torch_encoder")
 ACCEPTED = [name for name in EXPECTED if "|" in EXPECTED[name]]
 
 
