@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,15 +21,6 @@ def one_rank() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def nothing_from_before() -> Iterator[None]:
-    """Leave out the million objects that other tests and imports have left: each count walks over all there are."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("nothing_from_before")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -195,15 +193,6 @@ def test_manual_optimisation_with_two_steps_a_batch(capsys: pytest.CaptureFixtur
     assert module.hooked == [True, False, True, False]
     assert monitor.report is not None
     assert monitor.report[0]["end of forward"]["activations"] > 0
-
-
-@pytest.fixture
-def nothing_from_before() -> Iterator[None]:
-    """Leave out the million objects that other tests and imports have left: each count walks over all there are."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("nothing_from_before")
