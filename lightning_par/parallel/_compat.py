@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, _random
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,6 +127,21 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 def leaves(data: Any) -> list[Any]:
     """List everything in nested containers that is no container (`torch.utils._pytree`, torch >= 2.2)."""
     return tree_leaves(data)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether a checkpoint or the like sees what is saved for backward (`_top_saved_tensors_default_hooks`, 2.4)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def flatten(data: Any) -> tuple[list[Any], Any]:
+    """List what `leaves` does, and what `unflatten` needs to put it back (`torch.utils._pytree`, torch >= 2.2)."""
+    return tree_flatten(data)
+
+
+def unflatten(leaves: Iterable[Any], spec: Any) -> Any:
+    """Undo `flatten`."""
+    return tree_unflatten(leaves, spec)
 
 
 def storage_note(tensor: Tensor) -> Any:
