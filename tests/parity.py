@@ -7,7 +7,7 @@ import importlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from lightning_par.parallel.apply import parallelized
 from lightning_par.parallel.gradients import grad_norm
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.parallel.tensor.fused import feature_orders
@@ -49,12 +50,13 @@ class Run:
     precision: str = "64-true"
     host: str = "trainer"
     losses_only: bool = False
+    batch_size: int = BATCH
     model_options: tuple[tuple[str, Any], ...] = ()
 
     def batches(self, rank: int | None, ranks: int) -> list[list[int]]:
         """Batches of one data rank, or with None those of all ranks in the order one process would take them."""
         everyone = [
-            [[(b * BATCH + j) * ranks + r for j in range(BATCH)] for r in range(ranks)]
+            [[(b * self.batch_size + j) * ranks + r for j in range(self.batch_size)] for r in range(ranks)]
             for b in range(self.steps * self.accumulate)
         ]
         return [batch for row in everyone for batch in (row if rank is None else row[rank : rank + 1])]
@@ -78,7 +80,12 @@ class Record:
     def take_gradients(self, module: torch.nn.Module) -> None:
         named = {n: p for n, p in module.named_parameters() if p.grad is not None}
         self.gradients.append(in_original_order(module, {n: p.grad for n, p in named.items()}))
-        self.norms.append(float(grad_norm(named.values())))
+        handle = parallelized(module)
+        if handle is not None and handle.pipeline is not None:
+            # Over all stages; nothing is that large.
+            self.norms.append(float(handle.clip_grad_norm_(math.inf)))
+        else:
+            self.norms.append(float(grad_norm(named.values())))
 
     def take_weights(self, module: torch.nn.Module) -> None:
         self.weights = in_original_order(module, dict(module.named_parameters()))
@@ -160,7 +167,12 @@ def make_trainer(devices: int, strategy: Any, **options: Any) -> pl.Trainer:
 
 def model_size(spec: tuple[str, dict[str, Any]]) -> int:
     """Number of ranks that see the same samples."""
-    return int(spec[1].get("tp_size", 1))
+    return int(spec[1].get("tp_size", 1)) * int(spec[1].get("pp_size", 1))
+
+
+def data_rank(spec: tuple[str, dict[str, Any]], ranks: int) -> int:
+    """Which samples this rank sees: stages are the outermost axis, tp is the innermost."""
+    return dist.get_rank() // int(spec[1].get("tp_size", 1)) % (ranks // model_size(spec))
 
 
 def build_strategy(spec: tuple[str, dict[str, Any]], host: str) -> Any:
@@ -175,7 +187,7 @@ def build_strategy(spec: tuple[str, dict[str, Any]], host: str) -> Any:
 def train(run: Run, ranks: int, spec: tuple[str, dict[str, Any]] | None) -> Record:
     """Train on this rank of `ranks`; without a strategy, train as one process what `ranks` data ranks would train."""
     same = 1 if spec is None else model_size(spec)
-    rank = None if spec is None else dist.get_rank() // same
+    rank = None if spec is None else data_rank(spec, ranks)
     data = loader(run.batches(rank, ranks // same))
     accumulate = run.accumulate * (ranks if spec is None else 1)
     devices = 1 if spec is None else ranks
@@ -242,8 +254,32 @@ def assert_same_training(
     records = run_ranks(ranks, train, run, ranks, spec)
     loose, tight = (1e-9, 1e-9) if run.precision == "64-true" else (1e-5, 1e-6)
     data_ranks = data_ranks or ranks // model_size(spec)
-    compare(records, reference(run, data_ranks), loose, tight, data_ranks=data_ranks)
+    expected = reference(run, data_ranks)
+    pp_size = int(spec[1].get("pp_size", 1))
+    if pp_size == 1:
+        compare(records, expected, loose, tight, data_ranks=data_ranks)
+        return records
+    held = set().union(*(record.weights for record in records))
+    assert held == expected.weights.keys(), f"no stage has {expected.weights.keys() - held}"
+    size = ranks // pp_size
+    for stage in range(pp_size):
+        whole = [_completed(record, expected) for record in records[stage * size : (stage + 1) * size]]
+        compare(whole, expected, loose, tight, data_ranks=data_ranks)
     return records
+
+
+def _completed(record: Record, expected: Record) -> Record:
+    """The record of one stage, what other stages have filled in."""
+    gradients = zip(expected.gradients, record.gradients, strict=True)
+    return replace(
+        record,
+        gradients=[
+            # A parameter of the stage without a gradient stays out.
+            {**{n: g for n, g in everywhere.items() if n not in record.weights}, **own}
+            for everywhere, own in gradients
+        ],
+        weights={**expected.weights, **record.weights},
+    )
 
 
 def compare(

@@ -136,6 +136,17 @@ def announce_backward(root: nn.Module, loss: Tensor) -> None:
     loss.register_hook(fully_shard.state(root)._pre_backward)  # type: ignore[attr-defined]
 
 
+def end_of_backward(root: nn.Module) -> None:
+    """Reduce and free what the units of a root hold, as the end of a backward does that autograd runs.
+
+    Calls `FSDPParamGroup.post_backward` of each unit and `FSDPState._root_post_backward_final_callback`, as
+    `_PipelineStageBase.perform_reduce_grad` of torch's pipelines does (torch >= 2.11).
+    """
+    for group in fsdp_groups(root):
+        group.post_backward()
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 class FSDPGroup:
     """Parameters that FSDP2 gathers and reduces together: one unit (`FSDPParamGroup`, torch >= 2.11).
 

@@ -23,8 +23,8 @@ Example (a raw torch loop under `torchrun`)::
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_par.blocks import BlockPlan, find_blocks
 from lightning_par.errors import Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
-from lightning_par.parallel import _compat, _compat_fsdp, data, gradients, optimizers, tensor
+from lightning_par.parallel import _compat, _compat_fsdp, data, gradients, tensor
+from lightning_par.parallel._compat import map_tensors
 from lightning_par.parallel.carried import hook_problems
 from lightning_par.parallel.materialize import InitPlan, capture_init
 from lightning_par.parallel.memory import (
@@ -48,6 +49,8 @@ from lightning_par.parallel.precision import PrecisionPolicy, cast_floating, res
 from lightning_par.parallel.shards import class_name, parameter_names
 
 if TYPE_CHECKING:
+    from lightning_par.parallel.pipeline.build import PipelinePlan
+    from lightning_par.parallel.pipeline.runtime import Pipeline
     from lightning_par.parallel.tensor import ModelTensorPlan
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,8 @@ class Parallelized:
         data: The data-parallel side.
         checkpointed: Names of the blocks under activation checkpointing.
         tensor_plan: What is divided over the tp ranks; None where they are one.
+        pipeline: Runs the stages of this rank; None where all blocks are on each rank.
+        pipeline_plan: How the module is divided over them.
     """
 
     module: nn.Module
@@ -82,6 +87,8 @@ class Parallelized:
     data: data.DataParallel
     checkpointed: list[str] = field(default_factory=list)
     tensor_plan: ModelTensorPlan | None = None
+    pipeline: Pipeline | None = None
+    pipeline_plan: PipelinePlan | None = None
     _names_before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     # Not weak: torch cannot convert a sharded parameter to another dtype that has weak references.
     _known: set[nn.Parameter] = field(default_factory=set)
@@ -91,6 +98,22 @@ class Parallelized:
     def holds_shards(self) -> bool:
         """Whether some parameters are shards: of FSDP, or divided over tp."""
         return self.data.sharded or self.tensor_plan is not None
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Let the module list the parameters of all stages, so that optimizers have the groups of one process.
+
+        `remap_optimizer` then takes out of them what this rank has not.
+        """
+        if self.pipeline is None:
+            yield
+            return
+        from lightning_par.parallel.pipeline.absent import stand_ins
+
+        with stand_ins(self.module) as absent:
+            names = parameter_names(self.module)
+            self._names_before.update({param: names[param] for param in absent})
+            yield
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context for every backward of an accumulation window but the last; see `DataParallel.accumulating`."""
@@ -105,13 +128,64 @@ class Parallelized:
         no parameter.
         """
         self.data.finish_backward()
+        if self.pipeline is not None and not self.data.is_accumulating:
+            self.pipeline.shared.sum_gradients(self.module)
         self._stop_watching()
 
+    def forward_backward(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run forward and backward of a step on a batch, under every layout; `finish_backward` is called.
+
+        Under a pipeline the step is run on micro-batches, on each stage; it must do nothing but compute, and call the
+        module once.
+
+        Args:
+            step: Given the batch, returns the loss, or a mapping with it under ``"loss"``.
+            batch: The batch, the same on all stages.
+
+        Returns:
+            What the step returns for the batch, on all stages, without graphs.
+        """
+        if self.pipeline is None:
+            result = step(batch)
+            loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+            self.begin_backward(loss)
+            loss.backward()
+            self.finish_backward()
+            return map_tensors(Tensor.detach, result)
+        results = self.pipeline.train(self.pipeline.plain_step(step, "forward_backward"), batch)
+        self.finish_backward()
+        return self.pipeline.from_last(results.output)
+
+    def forward_only(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a step on a batch without gradients, under every layout; see `forward_backward`."""
+        if self.pipeline is None:
+            with torch.no_grad():
+                return step(batch)
+        results = self.pipeline.evaluate(self.pipeline.plain_step(step, "forward_only"), batch)
+        return self.pipeline.from_last(results.output)
+
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, parameters: Iterable[nn.Parameter] | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        parameters: Iterable[nn.Parameter] | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clip by the true global norm over all meshes; returns the norm before clipping, equal on all ranks."""
-        return gradients.clip_grad_norm_(parameters or self.module.parameters(), max_norm, norm_type)
+        """Clip by the true global norm over all meshes and stages.
+
+        Returns:
+            The norm before clipping, equal on all ranks.
+        """
+        pipeline = self.pipeline
+        return gradients.clip_grad_norm_(
+            self.module.parameters() if parameters is None else parameters,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            extra_groups=[] if pipeline is None else [pipeline.group],
+            counted_elsewhere=[] if pipeline is None else pipeline.shared.counted_elsewhere(self.module),
+        )
 
     def __repr__(self) -> str:
         tensors = f"\n{self.tensor_plan.report()}" if self.tensor_plan is not None else ""
@@ -133,6 +207,7 @@ def parallelize(
     forward_methods: Iterable[str] = (),
     example_inputs: Any = None,
     tensor_plan: ModelTensorPlan | None = None,
+    pipeline_plan: PipelinePlan | None = None,
 ) -> Parallelized:
     """Apply a layout to a module, in place, in the order of this file. Needs an initialised default process group.
 
@@ -148,6 +223,7 @@ def parallelize(
             a `tensor.examples.Example`. Without them the module's `example_input_array`, the `dummy_inputs` of
             Hugging Face models or a made-up input of a block is used.
         tensor_plan: One that was made before for a module of the same structure.
+        pipeline_plan: The same for its stages.
 
     Returns:
         The handle with the switches of a training loop.
@@ -170,7 +246,7 @@ def parallelize(
     problems = Problems()
     problems.extend(hook_problems(module))
     problems.raise_if_any()
-    plan = plan_blocks(module, options, sharded=not replicated, tp_size=layout.tp_size)
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=layout.tp_size, pp_size=layout.pp_size)
     initial = capture_init(module)
     data.synchronise_initial_values(module, dist.group.WORLD)  # type: ignore[arg-type]
     initial.synchronise(dist.group.WORLD)  # type: ignore[arg-type]
@@ -178,8 +254,16 @@ def parallelize(
     cast_floating(module, None if policy.storage is torch.float32 else policy.storage, policy.buffer)
     names_before = WeakTensorKeyDictionary(parameter_names(module))
 
-    if layout.tp_size > 1:
-        tensor_plan = _divide_tensors(module, plan, options, mesh, initial, example_inputs, tensor_plan)
+    if layout.tp_size > 1 and tensor_plan is None:
+        tensor_plan = _plan_tensors(module, plan, options, mesh, example_inputs)
+    pipeline = None
+    if layout.pp_size > 1:
+        pipeline_plan = pipeline_plan or _plan_pipeline(module, plan, options, mesh, device, example_inputs)
+        pipeline, plan = _divide_pipeline(module, pipeline_plan, options, mesh, device)
+        if tensor_plan is not None:
+            tensor_plan = tensor_plan.restricted(pipeline.replay.owned)
+    if tensor_plan is not None:
+        _divide_tensors(module, tensor_plan, options, mesh, initial)
     blocks = [(name, module.get_submodule(name)) for name in plan.names]
     checkpointed = apply_activation_checkpointing(blocks, options.activation_checkpointing)
     if options.compile:
@@ -194,12 +278,16 @@ def parallelize(
         initial.materialize(module, torch.device("cpu") if options.cpu_offload else device)
         _buffers_to(module, device)
     if tensor_plan is not None:
-        tensor.slice_chains(module, tensor_plan, mesh.mesh("tp"))
+        stages = [] if pipeline is None else pipeline.block_names()
+        tensor.slice_chains(module, tensor_plan, mesh.mesh("tp"), stages)
     if handle.units is not None:
-        data.register_forward_methods(module, handle.units, forward_methods)
+        methods = forward_methods if pipeline is None else [pipeline.bind_to_root()]
+        data.register_forward_methods(module, handle.units, methods)
         _compat_fsdp.finalize_fsdp(module)
         _compat.read_whole_scalars()
     stop_watching = data.watch_for_bypassed_blocks(module, plan) if handle.sharded else lambda: None
+    if pipeline is not None:
+        pipeline.start(handle)
     result = Parallelized(
         module,
         layout,
@@ -210,6 +298,8 @@ def parallelize(
         handle,
         checkpointed,
         tensor_plan,
+        pipeline,
+        pipeline_plan,
         names_before,
         set(module.parameters()),
         stop_watching,
@@ -255,7 +345,9 @@ def check(layout: ParallelLayout, options: ParallelOptions, policy: PrecisionPol
     problems.raise_if_any()
 
 
-def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, tp_size: int = 1) -> BlockPlan:
+def plan_blocks(
+    module: nn.Module, options: ParallelOptions, *, sharded: bool, tp_size: int = 1, pp_size: int = 1
+) -> BlockPlan:
     """Find the blocks; a model without any is refused where an option asks for them or it is large and sharded.
 
     Args:
@@ -263,6 +355,7 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, t
         options: Name the blocks, or use them.
         sharded: Whether parameters will be sharded over data ranks.
         tp_size: Number of ranks that blocks will be divided over.
+        pp_size: Number of ranks that they will be spread over.
 
     Raises:
         ParallelConfigError: Naming the classes that were seen.
@@ -272,8 +365,9 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, t
         "activation_checkpointing": options.activation_checkpointing not in (None, False),
         "compile": bool(options.compile),
     }
+    sizes = {"tp_size": tp_size, "pp_size": pp_size}
     wanted = [f"{name}={getattr(options, name)!r}" for name, used in using.items() if used]
-    wanted_for = " and ".join(wanted + [f"tp_size={tp_size}"] * (tp_size > 1))
+    wanted_for = " and ".join([*wanted, *(f"{axis}={size}" for axis, size in sizes.items() if size > 1)])
     required = options.blocks != "auto" or bool(wanted_for) or (sharded and numel > ROOT_ONLY_LIMIT)
     plan = find_blocks(module, options.blocks, require=required, wanted_for=wanted_for)
     if sharded and not plan.names:
@@ -285,17 +379,40 @@ def plan_blocks(module: nn.Module, options: ParallelOptions, *, sharded: bool, t
     return plan
 
 
-def _divide_tensors(
+def _plan_pipeline(
     module: nn.Module,
     blocks: BlockPlan,
     options: ParallelOptions,
     mesh: ParallelMesh,
-    initial: InitPlan,
+    device: torch.device,
     example_inputs: Any,
-    known: ModelTensorPlan | None,
+) -> PipelinePlan:
+    # torch's pipelines take long to import, and few runs need them.
+    from lightning_par.parallel.pipeline.build import agree_on_plan, plan_pipeline
+
+    group = mesh.group("pp")
+    examples = tensor.examples_of(module, blocks.names, example_inputs)
+    plan = plan_pipeline(module, blocks.names, examples, options, group.size(), device)
+    agree_on_plan(plan, group)
+    return plan
+
+
+def _divide_pipeline(
+    module: nn.Module, plan: PipelinePlan, options: ParallelOptions, mesh: ParallelMesh, device: torch.device
+) -> tuple[Pipeline, BlockPlan]:
+    """Leave on this rank what its stages need."""
+    from lightning_par.parallel.pipeline.build import divide_pipeline
+
+    group = mesh.group("pp")
+    pipeline = divide_pipeline(module, plan, mesh, options, device)
+    own = plan.blocks_of(group.rank())
+    return pipeline, find_blocks(module, own, require=True, wanted_for=f"pp_size={group.size()}")
+
+
+def _plan_tensors(
+    module: nn.Module, blocks: BlockPlan, options: ParallelOptions, mesh: ParallelMesh, example_inputs: Any
 ) -> ModelTensorPlan:
-    """Divide blocks, embedding and head over the tp ranks, as a known plan says or one that is made."""
-    plan = known or tensor.plan_together(
+    return tensor.plan_together(
         module,
         blocks.names,
         tensor.examples_of(module, blocks.names, example_inputs),
@@ -304,6 +421,12 @@ def _divide_tensors(
         sequence_parallel=options.sequence_parallel,
         use_cache=options.verify == "auto",
     )
+
+
+def _divide_tensors(
+    module: nn.Module, plan: ModelTensorPlan, options: ParallelOptions, mesh: ParallelMesh, initial: InitPlan
+) -> None:
+    """Divide the blocks, embedding and head that are here over the tp ranks."""
     tensor.shard_model(
         module,
         plan,
@@ -311,7 +434,6 @@ def _divide_tensors(
         loss_parallel=options.loss_parallel == "auto",
         materialize=lambda names: initial.materialize(module, "cpu", only=names),
     )
-    return plan
 
 
 def _apply_data(
@@ -323,6 +445,7 @@ def _apply_data(
     replicated: bool,
 ) -> data.DataParallel:
     sync: Any = options.sync_every_batch
+    pipelined = mesh.layout.pp_size > 1
     if replicated:
         return data.replicate(
             module, mesh, sync_every_batch=False if sync == "auto" else sync, reduce_dtype=policy.reduce
@@ -336,7 +459,10 @@ def _apply_data(
         zero_stage=options.zero_stage,
         policy=policy,
         sync_every_batch=sync,
-        reshard_after_forward=options.reshard_after_forward,
+        # Between the micro-batches of a pipeline all would be gathered again and again.
+        reshard_after_forward=False
+        if options.reshard_after_forward is None and pipelined
+        else options.reshard_after_forward,
         cpu_offload=options.cpu_offload,
     )
 
@@ -356,61 +482,6 @@ def parallelized(module: nn.Module) -> Parallelized | None:
     """Return the handle of a module that `parallelize` has changed, or None."""
     handle = module.__dict__.get(_HANDLE)
     return handle if isinstance(handle, Parallelized) and handle.module is module else None
-
-
-def remap_optimizer(optimizer: torch.optim.Optimizer, handles: Sequence[Parallelized]) -> None:
-    """Point an optimizer that was built before sharding to the parameters of the sharded modules, by name.
-
-    State that it has already goes with them.
-
-    Raises:
-        ParallelConfigError: If it holds a parameter of none of the modules, or cannot step over shards.
-    """
-    for handle in handles:
-        handle.data.reshard()
-    now = [dict(handle.module.named_parameters()) for handle in handles]
-    current = {param for names in now for param in names.values()}
-    orders = {
-        names[name]: (name, order)
-        for handle, names in zip(handles, now, strict=True)
-        for name, order in tensor.feature_orders(handle.module).items()
-    }
-    strange, valueless = [], 0
-    for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
-            found = (
-                names[handle._names_before[param]]
-                for handle, names in zip(handles, now, strict=True)
-                if handle._names_before.get(param) in names
-            )
-            replacement = param if param in current else next(found, None)
-            if replacement is None:
-                strange.append(tuple(param.shape))
-            elif optimizers.has_state_on_meta(optimizer, param):
-                valueless += 1
-            else:
-                if replacement is not param and replacement in orders and param in optimizer.state:
-                    name, order = orders[replacement]
-                    state = tensor.reorder_state(name, optimizer.state[param], param, order, to_ranks=True)
-                    optimizer.state[param] = state
-                optimizers.move_state(optimizer, param, replacement)
-                group["params"][i] = replacement
-    problems = Problems()
-    if strange:
-        modules = ", ".join(class_name(handle.module) for handle in handles)
-        problems.add(
-            f"{type(optimizer).__name__} holds {len(strange)} parameters of shapes {strange[:5]} that are not those of "
-            f"{modules}, so they would not be trained together",
-            "build the optimizer from the parameters of the module that is trained",
-        )
-    if valueless:
-        problems.add(
-            f"{type(optimizer).__name__} was built when its parameters were on the meta device, and its state for "
-            f"{valueless} of them has no value",
-            "build the optimizer in configure_optimizers",
-        )
-    problems.extend(optimizers.step_problems(optimizer, sharded=any(handle.holds_shards for handle in handles)))
-    problems.raise_if_any()
 
 
 def _default_device_type() -> str:

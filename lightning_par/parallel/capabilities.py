@@ -39,7 +39,7 @@ FEATURES: dict[str, Capability] = {
     "tp": WORKS,
     "sequence parallel": WORKS,
     "cp": Capability("planned", "context parallelism has no implementation yet", "cp_size=1"),
-    "pp": Capability("planned", "pipeline parallelism has no implementation yet", "pp_size=1"),
+    "pp": WORKS,
     "ep": Capability("planned", "expert parallelism has no implementation yet", "ep_size=1"),
     "accumulation": WORKS,
     "gradient clipping": WORKS,
@@ -64,6 +64,12 @@ PAIRS: dict[frozenset[str], Capability] = {
         "refused",
         "the compiler cannot follow slices of the hidden state from block to block, which other code must not read",
         "compile=False",
+    ),
+    frozenset({"pp", "16-mixed"}): Capability(
+        "refused",
+        "a pipeline runs its backward before the fp16 scaler could scale the loss",
+        "precision='bf16-mixed'",
+        "precision: bf16-mixed",
     ),
     frozenset({"16-mixed", "cpu offload"}): Capability(
         "refused",

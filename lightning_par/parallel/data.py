@@ -77,6 +77,11 @@ class DataParallel:
         """Whether parameters are sharded by FSDP2."""
         return self.zero_stage > 0
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the backward under way is not the last of its accumulation window."""
+        return self._accumulating
+
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Backward passes inside are not the last of their accumulation window. May be nested.
@@ -105,6 +110,32 @@ class DataParallel:
                 self.module.set_requires_all_reduce(not accumulating)
             if self.zero_stage < 3:
                 self.module.set_reshard_after_backward(not accumulating)
+
+    @contextmanager
+    def pipelined(self) -> Iterator[None]:
+        """Forwards and backwards inside are those of the micro-batches of one batch: gradients are reduced after them.
+
+        `finish_backward` must follow.
+        """
+        enabled = self.reducer.enabled if self.reducer is not None else False
+        if self.reducer is not None:
+            self.reducer.enabled = False
+        if isinstance(self.module, FSDPModule):
+            self.module.set_is_last_backward(False)
+            self.module.set_requires_gradient_sync(False)
+            self.module.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            if self.reducer is not None:
+                self.reducer.enabled = enabled
+            if isinstance(self.module, FSDPModule):
+                self.module.set_is_last_backward(True)
+                self.module.set_requires_gradient_sync(self.sync_every_batch or not self._accumulating)
+                self.module.set_requires_all_reduce(not self._accumulating)
+                self.module.set_reshard_after_backward(self.zero_stage == 3 or not self._accumulating)
+        if isinstance(self.module, FSDPModule):
+            _compat_fsdp.end_of_backward(self.module)
 
     def begin_backward(self, loss: Tensor) -> None:
         """Call before a backward that may begin inside the root's forward; see `Units.begin_backward`."""

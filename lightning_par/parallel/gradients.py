@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ def grad_norm(
     norm_type: float = 2.0,
     *,
     extra_groups: Sequence[ProcessGroup] = (),
+    counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
     """Compute the norm of all gradients, viewed as one vector.
 
@@ -42,6 +43,7 @@ def grad_norm(
             is reduced first and must be `Partial` on all ranks of its mesh.
         norm_type: The order p of the norm, positive; `math.inf` for the largest absolute value.
         extra_groups: Groups whose ranks hold different parameters, such as the stages of a pipeline.
+        counted_elsewhere: Parameters among them of which another rank of `extra_groups` counts the same gradient.
 
     Returns:
         A plain tensor of shape (), float64 if a parameter is, else float32; the same on all ranks.
@@ -53,7 +55,8 @@ def grad_norm(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     trainable = _trainable(given)
     home = _home_device(given, extra_groups)
-    shards, groups = _bucket_local_shards(trainable)
+    # Their layout still counts: the other ranks of a group that they are sharded over reduce with this one.
+    shards, groups = _bucket_local_shards(trainable, {id(parameter) for parameter in counted_elsewhere})
     powers = {sharding: _local_power(tensors, order, home) for sharding, tensors in shards.items()}
     for ranks, group in groups.by_ranks.items():
         members = [sharding for sharding in powers if ranks in sharding]
@@ -75,6 +78,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     extra_groups: Sequence[ProcessGroup] = (),
+    counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; collective as `grad_norm` is.
 
@@ -86,6 +90,7 @@ def clip_grad_norm_(
         norm_type: The order p of the norm, positive; `math.inf` for the largest absolute value.
         error_if_nonfinite: Raise if the norm is not finite, instead of scaling by it.
         extra_groups: As for `grad_norm`.
+        counted_elsewhere: As for `grad_norm`; they are scaled too.
 
     Returns:
         The norm before clipping: a plain tensor of shape (), the same on all ranks.
@@ -95,7 +100,7 @@ def clip_grad_norm_(
         RuntimeError: If the norm is NaN or infinite and `error_if_nonfinite` is set; on all ranks alike.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = grad_norm(given, norm_type, extra_groups=extra_groups)
+    norm = grad_norm(given, norm_type, extra_groups=extra_groups, counted_elsewhere=counted_elsewhere)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the gradient norm of order {float(norm_type):g} is {norm.item()}, so the gradients cannot be clipped to "
@@ -196,7 +201,9 @@ class _ShardingGroups:
         return tuple(found)
 
 
-def _bucket_local_shards(parameters: list[Tensor]) -> tuple[dict[tuple[_Ranks, ...], list[Tensor]], _ShardingGroups]:
+def _bucket_local_shards(
+    parameters: list[Tensor], left_out: Collection[int]
+) -> tuple[dict[tuple[_Ranks, ...], list[Tensor]], _ShardingGroups]:
     """Sort the local parts of all gradients by the groups over which they are sharded, and collect those groups.
 
     The order of both is that of the parameters, hence the same on all ranks that share a group.
@@ -206,7 +213,7 @@ def _bucket_local_shards(parameters: list[Tensor]) -> tuple[dict[tuple[_Ranks, .
     for parameter in parameters:
         # Also without a gradient: the other ranks of the group may have one.
         shards.setdefault(groups.of(parameter), [])
-        if parameter.grad is not None:
+        if parameter.grad is not None and id(parameter) not in left_out:
             grad = without_partials(parameter.grad)
             shards.setdefault(groups.of(grad), []).append(to_local(grad))
     return shards, groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
@@ -15,6 +15,8 @@ from lightning_par.parallel.memory import ActivationCheckpointing, checkpointing
 from lightning_par.parallel.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
+    from lightning_par.parallel.pipeline.loss_weights import LossWeight
+    from lightning_par.parallel.pipeline.split import Split
     from lightning_par.parallel.tensor import TensorPlanOption
 
 Blocks = str | type[nn.Module] | Sequence[str | type[nn.Module]]
@@ -39,6 +41,12 @@ class ParallelOptions:
         sequence_parallel: Cut the sequence over the tp ranks inside the blocks.
         loss_parallel: "auto" leaves logits divided over the vocabulary where the loss can be computed so; False gathers
             them.
+        pp_schedule: Schedule of the pipeline, by torch's name.
+        pp_microbatches: Micro-batches of a batch; None for two a rank of the pipeline.
+        pp_stages_per_rank: Stages of each rank; None for the fewest of the schedule.
+        pp_split: "auto", or the number of blocks of each stage, or the name of the first block of each but the first.
+        pp_loss_weight: How the losses of micro-batches make that of the batch: "auto" by the targets counted in cross
+            entropies, "samples", or "sum" where the step returns a sum.
         verify: "auto" trusts a tensor-parallel plan that was verified before with the same code; "always" does it anew.
     """
 
@@ -52,7 +60,22 @@ class ParallelOptions:
     tp_plan: TensorPlanOption = "auto"
     sequence_parallel: bool = False
     loss_parallel: Literal["auto", False] = "auto"
+    pp_schedule: str = "1F1B"
+    pp_microbatches: int | None = None
+    pp_stages_per_rank: int | None = None
+    pp_split: Split = "auto"
+    pp_loss_weight: LossWeight = "auto"
     verify: Literal["auto", "always"] = "auto"
+
+    def microbatches(self, pp_size: int) -> int:
+        """The number of micro-batches of a batch."""
+        return self.pp_microbatches or 2 * pp_size
+
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages of each rank."""
+        from lightning_par.parallel.pipeline.schedules import default_stages_per_rank
+
+        return self.pp_stages_per_rank or default_stages_per_rank(self.pp_schedule)
 
     def features(self, layout: ParallelLayout, policy: PrecisionPolicy) -> set[str]:
         """Name what is used, in the words of `capabilities.FEATURES`."""
@@ -104,6 +127,42 @@ class ParallelOptions:
             problems.add(
                 f"reshard_after_forward={reshard} is no number of ranks to re-shard over", "reshard_after_forward=True"
             )
+        if layout.pp_size != 1:
+            problems.extend(self._pipeline_problems(layout.pp_size))
+        elif (self.pp_microbatches, self.pp_stages_per_rank, self.pp_split) != (None, None, "auto"):
+            problems.add(
+                "pp_microbatches, pp_stages_per_rank and pp_split divide a pipeline, and pp_size is 1", "pp_size=2"
+            )
         problems.extend(checkpointing_problems(self.activation_checkpointing))
         problems.extend(capabilities.problems_of(self.features(layout, policy)))
+        return list(problems)
+
+    def _pipeline_problems(self, pp_size: int) -> list[Problem]:
+        # torch's pipelines take long to import, and few runs need them.
+        from lightning_par.parallel.pipeline.loss_weights import LossWeight
+        from lightning_par.parallel.pipeline.schedules import SCHEDULES, default_stages_per_rank, schedule_problems
+
+        problems = Problems()
+        known = SCHEDULES.get(self.pp_schedule)
+        if known is not None and known.splits_backward and self.reshard_after_forward:
+            problems.add(
+                f"{self.pp_schedule} computes the gradients of weights apart, for which they must stay gathered, and "
+                f"reshard_after_forward={self.reshard_after_forward!r} frees them",
+                "reshard_after_forward=False",
+            )
+        if self.pp_loss_weight not in get_args(LossWeight):
+            problems.add(
+                f"pp_loss_weight is {self.pp_loss_weight!r}; it is 'auto', 'samples' or 'sum'", "pp_loss_weight='auto'"
+            )
+        numbers = {"pp_microbatches": self.pp_microbatches, "pp_stages_per_rank": self.pp_stages_per_rank}
+        wrong = [name for name, n in numbers.items() if n is not None and (not isinstance(n, int) or n < 1)]
+        for name in wrong:
+            problems.add(f"{name} is {numbers[name]!r}; it is a positive number or None", f"{name}=None")
+        if not wrong:
+            stages = self.pp_stages_per_rank or (default_stages_per_rank(self.pp_schedule) if known else 1)
+            # A size of -1 is filled in later; what depends on it is checked then.
+            size = max(pp_size, 1)
+            problems.extend(
+                schedule_problems(self.pp_schedule, size, self.microbatches(size), stages, compile=bool(self.compile))
+            )
         return list(problems)

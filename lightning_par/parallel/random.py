@@ -95,6 +95,12 @@ def begin_shared_stream(device: torch.device, rank: int, number: int) -> Stream 
     return _begin(generator, (common + (number + 1) * _STRIDE) % _SEEDS)
 
 
+def begin_stream(device: torch.device, seed: int) -> Stream | None:
+    """Let the default generator of a device start from a seed, until the stream is ended."""
+    generator = default_generator(device)
+    return None if generator is None else _begin(generator, seed % _SEEDS)
+
+
 def _begin(generator: torch.Generator, seed: int) -> Stream:
     with no_torch_modes():
         before = generator.get_state()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_par.blocks import BlockPlan
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.layout import ParallelLayout
 from lightning_par.parallel import tensor
 from lightning_par.parallel.accounting import PHASES, human, model_state
@@ -24,6 +27,7 @@ def explain(
     options: ParallelOptions,
     world_size: int,
     example_inputs: Any = None,
+    svg: str | os.PathLike[str] | None = None,
 ) -> str:
     """Describe layout, blocks, units, dtypes and model-state bytes per rank.
 
@@ -34,6 +38,7 @@ def explain(
         options: How the layout would be applied.
         world_size: Number of processes.
         example_inputs: As for `parallelize`.
+        svg: A file for a picture of the pipeline's schedule.
 
     Raises:
         ParallelConfigError: Everything that would not work.
@@ -42,9 +47,14 @@ def explain(
     replicated = layout.dp_shard_size == 1
     resolved = layout.resolve(world_size)
     stage = 0 if replicated else options.zero_stage
-    plan = plan_blocks(module, options, sharded=not replicated, tp_size=resolved.tp_size)
+    plan = plan_blocks(module, options, sharded=not replicated, tp_size=resolved.tp_size, pp_size=resolved.pp_size)
     sections = [("Layout", resolved.describe()), ("Blocks", plan.report())]
     share = 1.0
+    if resolved.pp_size > 1:
+        report, share = _pipeline(module, plan, resolved, options, example_inputs, svg)
+        sections.append(("Pipeline", report))
+    elif svg is not None:
+        raise ParallelConfigError(Problem("--svg draws the schedule of a pipeline, and pp_size is 1", "pp_size=2"))
     if resolved.tp_size > 1:
         seen = tensor.observe(module, plan.names, tensor.examples_of(module, plan.names, example_inputs))
         divided = tensor.plan_model(
@@ -56,13 +66,44 @@ def explain(
             sequence_parallel=options.sequence_parallel,
         )
         sections.append(("Tensor parallel", divided.report()))
-        share -= divided.divided_numel / divided.total_numel * (1 - 1 / resolved.tp_size)
+        share *= 1 - divided.divided_numel / divided.total_numel * (1 - 1 / resolved.tp_size)
     sections += [
         ("Sharding", _sharding(module, plan, options, replicated)),
         ("Dtypes", "\n".join(f"{name}: {value}" for name, value in policy.rows())),
-        ("Model state per rank, with Adam", _bytes(module, plan, resolved, policy, stage, share)),
+        (
+            f"Model state per rank, with Adam{', of the largest' * (resolved.pp_size > 1)}",
+            _bytes(module, plan, resolved, policy, stage, share),
+        ),
     ]
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections)
+
+
+def _pipeline(
+    module: nn.Module,
+    plan: BlockPlan,
+    layout: ParallelLayout,
+    options: ParallelOptions,
+    example_inputs: Any,
+    svg: str | os.PathLike[str] | None,
+) -> tuple[str, float]:
+    """The stages, and the share of the parameters that the largest rank has."""
+    # torch's pipelines take long to import.
+    from lightning_par.parallel.pipeline.build import plan_pipeline
+    from lightning_par.parallel.pipeline.report import describe_pipeline, draw_pipeline
+
+    examples = tensor.examples_of(module, plan.names, example_inputs)
+    pipeline = plan_pipeline(module, plan.names, examples, options, layout.pp_size, torch.device("cpu"))
+    report = describe_pipeline(module, pipeline, options)
+    if svg is not None:
+        with open(svg, "w") as file:
+            file.write(draw_pipeline(pipeline, options))
+        report += f"\nits schedule is drawn in {os.fspath(svg)}"
+    numbers = {name: param.numel() for name, param in module.named_parameters()}
+    by_rank = [
+        sum(numbers[name] for name, owners in pipeline.parameters.items() if rank in owners)
+        for rank in range(layout.pp_size)
+    ]
+    return report, max(by_rank) / max(sum(numbers.values()), 1)
 
 
 def sizes(module: nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -88,6 +88,21 @@ class ModelTensorPlan:
         """Parameters that are divided over the ranks."""
         in_blocks = sum(len(names) * plan.divided_numel for names, plan in self.families)
         return in_blocks + self.vocabulary.divided_numel
+
+    def restricted(self, names: Collection[str]) -> ModelTensorPlan:
+        """The part of the plan that is about some blocks, embeddings and heads: those of one pipeline stage."""
+        families = [(tuple(n for n in blocks if n in names), plan) for blocks, plan in self.families]
+        vocabulary = replace(
+            self.vocabulary,
+            embeddings=tuple(n for n in self.vocabulary.embeddings if n in names),
+            heads=tuple(n for n in self.vocabulary.heads if n in names),
+        )
+        return replace(
+            self,
+            blocks=tuple(n for n in self.blocks if n in names),
+            families=tuple((blocks, plan) for blocks, plan in families if blocks),
+            vocabulary=vocabulary,
+        )
 
     def report(self) -> str:
         """Describe what is divided, how that was verified, and why the rest is not."""
@@ -240,16 +255,25 @@ def shard_model(
     divide_vocabulary(module, plan.vocabulary, mesh, loss_parallel=loss_parallel)
 
 
-def slice_chains(module: nn.Module, plan: ModelTensorPlan, mesh: DeviceMesh) -> None:
+def slice_chains(
+    module: nn.Module, plan: ModelTensorPlan, mesh: DeviceMesh, stages: Sequence[Sequence[str]] = ()
+) -> None:
     """Cut the sequence before each chain of blocks, and gather it after; the last of all changes to a module.
 
     Blocks in one container are one chain, in the order of registration. Does nothing for a plan without slices.
+
+    Args:
+        module: The model.
+        plan: Its plan.
+        mesh: The tensor-parallel mesh.
+        stages: Names of the blocks of each pipeline stage here, where a chain ends with its stage.
     """
     dims = {name: block.sequence.dim for names, block in plan.families for name in names if block.sequence is not None}
-    chains: dict[str, list[str]] = {}
+    stage_of = {name: index for index, names in enumerate(stages) for name in names}
+    chains: dict[tuple[str, int], list[str]] = {}
     for name in plan.blocks:
         if name in dims:
-            chains.setdefault(name.rpartition(".")[0], []).append(name)
+            chains.setdefault((name.rpartition(".")[0], stage_of.get(name, 0)), []).append(name)
     for names in chains.values():
         slice_sequence([module.get_submodule(name) for name in names], mesh, dims[names[0]])
 
