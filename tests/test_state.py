@@ -369,7 +369,7 @@ def average_wrongly(how: str) -> None:
     [
         ("two", "WeightAveraging and EMAWeightAveraging would each put"),
         ("meta", "EMAWeightAveraging copies the module when a fit begins, and its parameters have no values"),
-        ("again", "EMAWeightAveraging copies the module when a fit begins, and an earlier run has sharded it"),
+        ("again", "EMAWeightAveraging copies the module when a fit begins, and an earlier run has divided it"),
     ],
 )
 def test_averages_that_cannot_work_are_refused(how: str, words: str) -> None:

@@ -149,7 +149,7 @@ def stochastic() -> str:
 
 def test_stochastic_averages_are_refused() -> None:
     for text in run_ranks(2, stochastic):
-        assert "StochasticWeightAveraging copies the module before it is sharded" in text
+        assert "StochasticWeightAveraging copies the module before it is divided" in text
 
 
 def monitored() -> dict[str, float]:

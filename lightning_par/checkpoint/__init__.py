@@ -1,5 +1,6 @@
 """Checkpoints of parallel models: sharded directories that any layout reads, and single files of full values."""
 
+from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.full import (
     full_model_state,
     full_optimizer_state,
@@ -15,7 +16,7 @@ from lightning_par.checkpoint.sharded import (
     remove_checkpoint,
     save_sharded,
 )
-from lightning_par.checkpoint.state import CheckpointError, load_optimizer_state, model_state, optimizer_state
+from lightning_par.checkpoint.state import load_optimizer_state, model_state, optimizer_state, stage_state
 
 __all__ = [
     "CheckpointError",
@@ -33,4 +34,5 @@ __all__ = [
     "read_meta",
     "remove_checkpoint",
     "save_sharded",
+    "stage_state",
 ]

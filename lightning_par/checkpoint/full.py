@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.stages import collect, in_order, on_all_stages, union
 from lightning_par.checkpoint.state import (
-    CheckpointError,
-    checkpoint_error,
     load_into_module,
     load_optimizer_state,
     model_state,
@@ -21,11 +21,20 @@ from lightning_par.checkpoint.state import (
     optimizer_names,
     optimizer_state,
     plain_name,
+    stage_state,
     tensor_problem,
     tied_names,
+    whole_groups,
 )
 from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor
+from lightning_par.parallel.stages import stages_of
+
+_NO_ORDER = (
+    "a full file numbers the parameters in the order of the groups, and in which order one process would have those of "
+    "all stages of the pipeline cannot be told: list them in the order of module.parameters(), or save with "
+    "state_dict_type='sharded', which names them"
+)
 
 
 @torch.no_grad()
@@ -37,17 +46,19 @@ def full_model_state(module: nn.Module) -> dict[str, Any]:
     Returns:
         Copies of the full tensors by name on rank 0, tied parameters sharing one; an empty dict on other ranks.
     """
-    first_name = tied_names(module)
-    gathered: set[str] = set()
-    full: dict[str, Any] = {}
-    for name, value in model_state(module).items():
-        twin = first_name.get(name, name)
-        if twin not in gathered:
-            _gather_into(full, name, value)
-        elif _is_first_rank():
-            full[name] = full[twin]
-        gathered.add(name)
-    return full
+    state = model_state(module)
+    stages = stages_of(module)
+    first = tied_names(module)
+    twins = {name: first[name] for name in state if first.get(name, name) != name}
+    full = collect(stages, [name for name in state if name not in twins], lambda name: _full(state[name]))
+    everywhere = on_all_stages(stages, lambda: (list(state), twins))
+    if not _is_first_rank():
+        return {}
+    all_twins = {name: twin for _, some in everywhere for name, twin in some.items()}
+    names = union(names for names, _ in everywhere)
+    if stages is not None:
+        names = in_order(names, [plain_name(name) for name in stages.state])
+    return {name: full[all_twins.get(name, name)] for name in names}
 
 
 @torch.no_grad()
@@ -62,14 +73,17 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
         CheckpointError: As `optimizer_state`.
     """
     state = optimizer_state(module, optimizer)
-    ids = {name: i for i, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
-    gathered: dict[int, dict[str, Any]] = {}
-    for name, values in state["state"].items():
-        gathered[ids[name]] = {}
-        for key, value in values.items():
-            _gather_into(gathered[ids[name]], key, value)
+    names, is_ordered = whole_groups(module, optimizer)
+    if not is_ordered:
+        raise CheckpointError(f"{type(optimizer).__name__}: {_NO_ORDER}")
+    ids = {name: i for i, name in enumerate(name for group in names for name in group)}
+    keys = [(name, key) for name, values in state["state"].items() for key in values]
+    values = collect(stages_of(module), keys, lambda key: _full(state["state"][key[0]][key[1]]))
     if not _is_first_rank():
         return {}
+    gathered: dict[int, dict[str, Any]] = {}
+    for (name, key), value in sorted(values.items(), key=lambda item: ids[item[0][0]]):
+        gathered.setdefault(ids[name], {})[key] = value
     groups = [group | {"params": [ids[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": gathered, "param_groups": groups}
 
@@ -78,7 +92,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
 def load_full_model_state(
     module: nn.Module, state: Mapping[str, Any], strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load full tensors into a module of any layout; no communication.
+    """Load full tensors into a module of any layout; no communication but between the stages of a pipeline.
 
     One tensor at a time goes to the device. Names may have the prefixes of compiled or checkpointed modules, and the
     module's own hooks may rename those that it does not know.
@@ -94,25 +108,33 @@ def load_full_model_state(
     Raises:
         CheckpointError: Lists all tensors whose shapes differ (nothing is changed then), or all names that do.
     """
-    template = model_state(module)
+    stages = stages_of(module)
+    template = stage_state(module)
     incoming = {plain_name(name): value for name, value in state.items()}
     both = [name for name, value in incoming.items() if isinstance(value, Tensor) and name in template]
     tensors = [name for name in both if not name.endswith("_extra_state")]
     misfits = [tensor_problem(name, template[name], incoming[name].shape) for name in tensors]
-    problems = [problem for problem in misfits if problem]
+    problems = union(on_all_stages(stages, lambda: [problem for problem in misfits if problem]))
     if problems:
         raise checkpoint_error("the model state does not fit", problems)
-    for name in tensors:
-        copy_full_into(template[name], incoming[name])
-        incoming[name] = template[name]
-    missing, unexpected = load_into_module(module, incoming)
+
+    def load() -> tuple[list[str], list[str]]:
+        for name in tensors:
+            copy_full_into(template[name], incoming[name])
+            incoming[name] = template[name]
+        return load_into_module(module, incoming)
+
+    results = on_all_stages(stages, load)
+    missing = union(missing for missing, _ in results)
+    # What one stage takes, the others do not know.
+    unexpected = [name for name in results[0][1] if all(name in unknown for _, unknown in results)]
     if strict and (missing or unexpected):
         raise checkpoint_error("the model state does not fit", name_problems("model", missing, unexpected))
     return missing, unexpected
 
 
 def load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load full optimizer state into an optimizer of any layout; no communication.
+    """Load full optimizer state into an optimizer of any layout; no communication but between stages of a pipeline.
 
     Args:
         module: The module whose parameters the optimizer has.
@@ -129,9 +151,12 @@ def load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Ma
             "this is not the state of an optimizer: it lacks 'state' or 'param_groups'. A file with weights only "
             "cannot resume an optimizer."
         )
-    names = optimizer_names(module, optimizer)
     if any(isinstance(i, int) for group in state["param_groups"] for i in group["params"]):
-        state = _named(type(optimizer).__name__, state, names)
+        whole, is_ordered = whole_groups(module, optimizer)
+        if not is_ordered:
+            raise CheckpointError(f"{type(optimizer).__name__}: {_NO_ORDER}")
+        state = _named(type(optimizer).__name__, state, whole)
+    names = optimizer_names(module, optimizer)
     dtypes = {name: param.dtype for name, param, _ in named_parameters_of(optimizer, names)}
     cast = {
         name: {key: _cast(key, value, dtypes.get(name)) for key, value in values.items()}
@@ -161,11 +186,8 @@ def _cast(key: str, value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if floating and key != "step" else value
 
 
-def _gather_into(full: dict[Any, Any], key: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        value = full_tensor(value.detach())
-    if _is_first_rank():
-        full[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _full(value: Any) -> Any:
+    return full_tensor(value.detach()) if isinstance(value, Tensor) else value
 
 
 def _is_first_rank() -> bool:

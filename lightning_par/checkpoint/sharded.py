@@ -12,14 +12,14 @@ Files in the directory:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,27 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.load_plan import LoadPlan, Names
+from lightning_par.checkpoint.ranks import Ranks
+from lightning_par.checkpoint.stages import on_all_stages, union
 from lightning_par.checkpoint.state import (
-    CheckpointError,
-    checkpoint_error,
-    compare_names,
-    empty_state,
-    group_problems,
     load_into_module,
-    model_state,
     name_problems,
-    named_parameters_of,
-    optimizer_names,
     refuse_dtensors,
     restore_optimizer,
-    state_problems,
     tensor_problem,
 )
 from lightning_par.errors import Problem
 from lightning_par.parallel.random import random_state as current_random_state
 from lightning_par.parallel.random import set_random_state
+from lightning_par.parallel.stages import stages_of
 
 _log = logging.getLogger(__name__)
 
 _META = "meta.pt"
 _FORMAT = "lightning_par-1"
 
-_T = TypeVar("_T")
 StrPath = str | os.PathLike[str]
 
 
@@ -94,7 +89,7 @@ def save_sharded(
         path: The directory, on a file system that all ranks share.
         model: What `model_state` gave. Tensors that are not DTensors must be equal on all ranks; those of the lowest
             rank are stored.
-        optimizers: What `optimizer_state` gave, for each optimizer.
+        optimizers: What `optimizer_state` gave, for each optimizer. Of a pipeline's ranks each gives its own part.
         random_state: Store the state of each rank's random generators too.
         meta: Anything that `torch.save` takes, without DTensors. Rank 0's is stored.
         beside: More tensors, of any layout, which only `load_beside` reads.
@@ -105,7 +100,7 @@ def save_sharded(
         CheckpointError: If any rank could not write, naming the ranks and causes; or if `path` is a directory of other
             things, which is left as it is.
     """
-    ranks = _Ranks.of(process_group)
+    ranks = Ranks.of(process_group)
     target = _local_path(path)
     temporary = target.with_name(f".{target.name}.tmp")
     tensors, record = _split(model, optimizers)
@@ -119,7 +114,7 @@ def save_sharded(
             _remove(temporary)
             temporary.mkdir(parents=True)
 
-    def write_own_files() -> None:
+    def write_own_files(record: Mapping[str, Any]) -> None:
         if random_state:
             torch.save(current_random_state(), temporary / _random_file(ranks.rank))
         if ranks.rank == 0:
@@ -129,7 +124,8 @@ def save_sharded(
         ranks.together(f"cannot start the checkpoint {target}", prepare)
         ranks.together(f"cannot see the directory of the checkpoint {target}", lambda: _check_shared(temporary))
         _write_tensors(tensors, temporary, ranks)
-        ranks.together(f"cannot write the checkpoint {target}", write_own_files)
+        whole = _with_other_stages(record, [list(model), *(state.get("stage") for state in optimizers)], ranks)
+        ranks.together(f"cannot write the checkpoint {target}", lambda: write_own_files(whole))
         ranks.together(
             f"cannot name the checkpoint {target}", lambda: _commit(temporary, target) if ranks.rank == 0 else None
         )
@@ -171,20 +167,23 @@ def load_sharded(
     Raises:
         CheckpointError: Lists every name, shape, group and optimizer that does not fit; nothing has been changed then.
     """
-    ranks = _Ranks.of(process_group)
+    ranks = Ranks.of(process_group)
     source = _local_path(path)
+    failure = f"cannot load the checkpoint {source}"
+    names = Names.of(module, optimizers, ranks, failure)
 
-    def prepare() -> tuple[dict[str, Any], _LoadPlan]:
+    def prepare() -> tuple[dict[str, Any], LoadPlan]:
         record = _read_record(source, weights_only)
         stored = FileSystemReader(source).read_metadata().state_dict_metadata
-        plan = _LoadPlan({name: item for name, item in stored.items() if isinstance(item, TensorStorageMetadata)})
-        plan.add_model(module, record["model_values"])
+        plan = LoadPlan({name: item for name, item in stored.items() if isinstance(item, TensorStorageMetadata)})
+        plan.add_model(module, names, record["model_values"])
         if optimizers:
-            plan.add_optimizers(module, optimizers, record["optimizers"])
-        plan.raise_if_unfit(f"the checkpoint {source} does not fit", strict)
+            plan.add_optimizers(optimizers, names, record["optimizers"])
         return record, plan
 
-    record, plan = ranks.together(f"cannot load the checkpoint {source}", prepare)
+    record, plan = ranks.together(failure, prepare)
+    plan.misfits = union(on_all_stages(stages_of(module), lambda: plan.misfits))
+    ranks.together(failure, lambda: plan.raise_if_unfit(f"the checkpoint {source} does not fit", strict))
     _read_tensors(plan.targets, source, ranks)
     _, unexpected = load_into_module(module, plan.model)
     if strict and unexpected:
@@ -207,15 +206,20 @@ def load_beside(
         CheckpointError: If the checkpoint lacks one of them, or if a shape differs.
     """
     source = _local_path(path)
-    stored = FileSystemReader(source).read_metadata().state_dict_metadata
-    problems = name_problems("tensors beside the model", [n for n in targets if f"beside.{n}" not in stored], [])
-    for name, target in targets.items():
-        item = stored.get(f"beside.{name}")
-        problem = tensor_problem(name, target, item.size) if isinstance(item, TensorStorageMetadata) else None
-        problems += [problem] if problem else []
-    if problems:
-        raise checkpoint_error(f"the checkpoint {source} does not fit", problems)
-    _read_tensors({f"beside.{name}": target for name, target in targets.items()}, source, _Ranks.of(process_group))
+    ranks = Ranks.of(process_group)
+
+    def check() -> None:
+        stored = FileSystemReader(source).read_metadata().state_dict_metadata
+        problems = name_problems("tensors beside the model", [n for n in targets if f"beside.{n}" not in stored], [])
+        for name, target in targets.items():
+            item = stored.get(f"beside.{name}")
+            problem = tensor_problem(name, target, item.size) if isinstance(item, TensorStorageMetadata) else None
+            problems += [problem] if problem else []
+        if problems:
+            raise checkpoint_error(f"the checkpoint {source} does not fit", problems)
+
+    ranks.together(f"cannot load the checkpoint {source}", check)
+    _read_tensors({f"beside.{name}": target for name, target in targets.items()}, source, ranks)
 
 
 def read_meta(path: StrPath, *, weights_only: bool = False) -> dict[str, Any]:
@@ -232,145 +236,6 @@ def remove_checkpoint(path: StrPath) -> None:
 def is_sharded_checkpoint(path: StrPath) -> bool:
     """Tell whether `path` is a directory that `save_sharded` completed; does not read its content."""
     return os.path.isfile(os.path.join(path, _META)) and os.path.isfile(os.path.join(path, ".metadata"))
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The processes that save or load together; `alone` without a process group."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-    alone: bool
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> _Ranks:
-        if not dist.is_initialized():
-            return cls(None, 0, 1, alone=True)
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), alone=False)
-
-    def together(self, failure: str, action: Callable[[], _T]) -> _T:
-        """Run `action` on every rank and wait for all; if it raises on one, raise on all."""
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as e:
-            error = e
-        report = f"{type(error).__name__}: {error}" if error else None
-        reports = [report] * self.size
-        if not self.alone:
-            dist.all_gather_object(reports, report, group=self.group)
-        if isinstance(error, CheckpointError) and set(reports) == {report}:
-            raise error
-        failed = [Problem(f"rank {rank}: {text}") for rank, text in enumerate(reports) if text]
-        if failed:
-            raise checkpoint_error(failure, failed) from error
-        return result
-
-
-class _LoadPlan:
-    """What a load will write and where, and everything that does not fit.
-
-    Attributes:
-        targets: Tensors to read, by their name in the checkpoint.
-        model: Values for the module, by name.
-        optimizers: Arguments of `restore_optimizer`.
-        missing, unexpected: Names that only one side has.
-        differences: The same as problems, which ``strict=False`` accepts.
-        misfits: Problems that nothing accepts.
-    """
-
-    def __init__(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
-        self._stored = stored
-        self.targets: dict[str, Tensor] = {}
-        self.model: dict[str, Any] = {}
-        self.optimizers: list[tuple[Optimizer, list[list[str]], dict[str, dict[str, Any]], Any]] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.differences: list[Problem] = []
-        self.misfits: list[Problem] = []
-
-    def add_model(self, module: nn.Module, values: Mapping[str, Any]) -> None:
-        """Plan to read what the module and the checkpoint both have."""
-        template = model_state(module)
-        saved = {name.removeprefix("model."): name for name in self._stored if name.startswith("model.")}
-        self._differ(
-            "model",
-            [name for name in template if name not in saved and name not in values],
-            [name for name in (*saved, *values) if name not in template],
-        )
-        self.model = {name: value for name, value in values.items() if name in template}
-        for name, target in template.items():
-            if name not in saved:
-                continue
-            size = self._stored[saved[name]].size
-            problem = tensor_problem(name, target, size)
-            if problem:
-                self.misfits.append(problem)
-            else:
-                self.targets[saved[name]] = self.model[name] = target
-
-    def add_optimizers(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], records: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Plan to read the state of each optimizer into new tensors."""
-        if len(optimizers) != len(records):
-            self.differences.append(
-                Problem(f"{len(optimizers)} optimizers are to be loaded, the checkpoint holds {len(records)}")
-            )
-            self.missing += [f"optimizer.{i}" for i in range(len(records), len(optimizers))]
-            self.unexpected += [f"optimizer.{i}" for i in range(len(optimizers), len(records))]
-        for i, (optimizer, record) in enumerate(zip(optimizers, records, strict=False)):
-            self._add_optimizer(f"optimizer.{i}", optimizer, optimizer_names(module, optimizer), record)
-
-    def raise_if_unfit(self, title: str, strict: bool) -> None:
-        """Raise with everything that cannot be loaded, or, when strict, that would be left out."""
-        if self.misfits:
-            raise checkpoint_error(title, self.misfits + self.differences)
-        if strict and self.differences:
-            raise checkpoint_error(f"{title} (strict=False loads what both sides have)", self.differences)
-
-    def _add_optimizer(
-        self, label: str, optimizer: Optimizer, names: list[list[str]], record: Mapping[str, Any]
-    ) -> None:
-        groups, values, tensors = record["param_groups"], record["values"], record["tensors"]
-        missing, unexpected = compare_names(names, groups, tensors)
-        prefix = f"{label}.state."
-        listed = {f"{prefix}{name}.{key}" for name, keys in tensors.items() for key in keys}
-        # Rank 0 wrote the lists; a tensor that is on none of them came from a rank with other state.
-        unlisted = [k.removeprefix(prefix) for k in self._stored if k.startswith(prefix) and k not in listed]
-        self._differ(label, missing, unexpected + unlisted)
-        problems = group_problems(label, optimizer, names, groups)
-        if problems:
-            self.differences += problems
-            self.unexpected.append(f"{label}.param_groups")
-        state: dict[str, dict[str, Any]] = {}
-        for name, param, group in named_parameters_of(optimizer, names):
-            if name in tensors:
-                state[name] = dict(values[name])
-                self.misfits += state_problems(
-                    name, param, {key: self._stored[f"{prefix}{name}.{key}"].size for key in tensors[name]}
-                )
-            for key in tensors.get(name, ()):
-                stored_name = f"{prefix}{name}.{key}"
-                stored = self._stored[stored_name]
-                dtype = _dtype_here(key, stored, self._stored.get(f"model.{name}"), param)
-                state[name][key] = self.targets[stored_name] = empty_state(key, stored.size, dtype, param, group)
-        self.optimizers.append((optimizer, names, state, None if problems else groups))
-
-    def _differ(self, label: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        self.missing += [f"{label}.{name}" for name in missing]
-        self.unexpected += [f"{label}.{name}" for name in unexpected]
-        self.differences += name_problems(label, missing, unexpected)
-
-
-def _dtype_here(
-    key: str, stored: TensorStorageMetadata, stored_param: TensorStorageMetadata | None, param: Tensor
-) -> torch.dtype:
-    # State in the parameter's precision follows it to another one; state that was kept in its own stays there.
-    dtype: torch.dtype = stored.properties.dtype
-    follows = stored_param is not None and stored_param.properties.dtype == dtype and key != "step"
-    return param.dtype if follows and (stored.size or not param.ndim) else dtype
 
 
 def _split(
@@ -397,7 +262,40 @@ def _split(
     return tensors, {"model_values": model_values, "optimizers": records}
 
 
-def _write_tensors(tensors: dict[str, Any], directory: Path, ranks: _Ranks) -> None:
+def _with_other_stages(record: Mapping[str, Any], part: Any, ranks: Ranks) -> Mapping[str, Any]:
+    """On rank 0, the record with what only other stages of a pipeline have.
+
+    Args:
+        record: Of this rank.
+        part: What tells the stages apart, alike on all ranks of one.
+        ranks: All of them.
+    """
+    digest = hashlib.sha256(repr(part).encode()).hexdigest()
+    digests = [digest] * ranks.size
+    if not ranks.alone:
+        dist.all_gather_object(digests, digest, group=ranks.group)
+    if len(set(digests)) == 1:
+        return record
+    # Of many ranks of a stage one is enough.
+    mine = record if digests.index(digest) == ranks.rank else None
+    told: list[Any] = [None] * ranks.size
+    dist.gather_object(mine, told if ranks.rank == 0 else None, group=ranks.group, group_dst=0)
+    records = [one for one in told if one is not None]
+    if ranks.rank != 0:
+        return record
+    model_values = {name: value for one in records for name, value in one["model_values"].items()}
+    optimizers = [
+        optimizer
+        | {
+            key: {n: v for one in records for n, v in one["optimizers"][i][key].items()}
+            for key in ("tensors", "values")
+        }
+        for i, optimizer in enumerate(record["optimizers"])
+    ]
+    return {**record, "model_values": model_values, "optimizers": optimizers}
+
+
+def _write_tensors(tensors: dict[str, Any], directory: Path, ranks: Ranks) -> None:
     # Of values that several ranks hold, the lowest one's are stored: buffers that drifted apart stay consistent.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     writer = FileSystemWriter(directory)
@@ -405,7 +303,7 @@ def _write_tensors(tensors: dict[str, Any], directory: Path, ranks: _Ranks) -> N
         save(tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
 
 
-def _read_tensors(targets: dict[str, Any], directory: Path, ranks: _Ranks) -> None:
+def _read_tensors(targets: dict[str, Any], directory: Path, ranks: Ranks) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     reader = FileSystemReader(directory)
     with _translated(f"cannot read the tensors of the checkpoint {directory}", ranks):
@@ -413,7 +311,7 @@ def _read_tensors(targets: dict[str, Any], directory: Path, ranks: _Ranks) -> No
 
 
 @contextlib.contextmanager
-def _translated(failure: str, ranks: _Ranks) -> Iterator[None]:
+def _translated(failure: str, ranks: Ranks) -> Iterator[None]:
     """Turn DCP's error, which is no `Exception`, into ours, and silence its warning that one process is alone."""
     with warnings.catch_warnings():
         if ranks.alone:
@@ -435,7 +333,7 @@ def _read_record(directory: Path, weights_only: bool) -> dict[str, Any]:
     return record
 
 
-def _restore_random_state(directory: Path, saved_size: int, ranks: _Ranks) -> None:
+def _restore_random_state(directory: Path, saved_size: int, ranks: Ranks) -> None:
     file = directory / _random_file(ranks.rank)
     if saved_size != ranks.size:
         _log.info("Random state not restored: saved on %d ranks, loaded on %d.", saved_size, ranks.size)

@@ -6,7 +6,7 @@ Names are those of the module before it was parallelised, so that a state does n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.stages import Groups, from_last_stage, merge_groups, on_all_stages, union
 from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor, parameter_names
+from lightning_par.parallel.stages import noted_groups, stages_of
 from lightning_par.parallel.tensor.fused import FeatureOrder, feature_orders, reorder_state
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -41,15 +44,6 @@ _ELEMENTWISE_KEYS = frozenset(
 )
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or that does not fit the module or the optimizer it is loaded into."""
-
-
-def checkpoint_error(title: str, problems: Iterable[Problem]) -> CheckpointError:
-    """One error that lists every problem."""
-    return CheckpointError(f"{title}:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
 def plain_name(name: str) -> str:
     """Drop the prefixes that `torch.compile` and activation checkpointing put into a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -68,9 +62,24 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     Tensors share their storage with the module, as in ``module.state_dict()``. Hooks on ``state_dict`` are honoured;
     extra state may make some of the values other things than tensors. FSDP modules whose parameters are gathered at the
     moment are sharded again first.
+
+    Under a pipeline this is what the rank's stages have, and a collective over the pipeline's ranks: buffers and
+    metrics that several stages have come from the last one, as copies.
     """
+    state = stage_state(module)
+    stages = stages_of(module)
+    return state if stages is None else from_last_stage(stages, state, tied_names(module))
+
+
+def stage_state(module: nn.Module) -> dict[str, Any]:
+    """As `model_state`, but no collective: what this rank has, even where another stage has a later value."""
     _reshard(module)
-    return {plain_name(name): value for name, value in module.state_dict().items()}
+    stages = stages_of(module)
+    state = module.state_dict()
+    if stages is not None:
+        # Modules of other stages have no parameters and buffers here, but what else they keep.
+        state = {name: value for name, value in state.items() if stages.holds(name)}
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def load_into_module(module: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -102,32 +111,50 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
+def whole_groups(module: nn.Module, optimizer: Optimizer) -> tuple[Groups, bool]:
+    """As `optimizer_names`, with the parameters of all stages of a pipeline, over whose ranks it is a collective.
+
+    Returns:
+        The names, and whether their order is that of an optimizer of the undivided module.
+    """
+    stages = stages_of(module)
+    groups = on_all_stages(stages, lambda: optimizer_names(module, optimizer))
+    order = [] if stages is None else [plain_name(name) for name in stages.parameters]
+    noted = [[plain_name(name) for name in group] for group in noted_groups(optimizer)]
+    return merge_groups(type(optimizer).__name__, groups, order, noted)
+
+
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state keyed by parameter name.
 
     Returns:
         ``{"state": {name: {key: value}}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}``. Parameters
-        without state have no entry. Tensors are shared with the optimizer and keep their layout.
+        without state have no entry. Tensors are shared with the optimizer and keep their layout. Under a pipeline the
+        state is that of the rank's own stages and the groups are those of all stages, over whose ranks this is a
+        collective; ``"stage"`` is then the rank in it.
 
     Raises:
         CheckpointError: If a parameter of the optimizer is not the module's, or if some state cannot be saved as one
             value for all ranks.
     """
-    groups: list[dict[str, Any]] = []
+    whole, _ = whole_groups(module, optimizer)
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")} | {"params": names}
+        for names, group in zip(whole, optimizer.param_groups, strict=True)
+    ]
     state: dict[str, dict[str, Any]] = {}
     orders = _orders(module)
-    for names, group in zip(optimizer_names(module, optimizer), optimizer.param_groups, strict=True):
-        groups.append({k: v for k, v in group.items() if k not in ("params", "param_names")} | {"params": names})
-        for name, param in zip(names, group["params"], strict=True):
-            if param in optimizer.state:
-                state[name] = dict(optimizer.state[param])
-                _check_savable(name, param, state[name])
-                if name in orders:
-                    state[name] = reorder_state(name, state[name], param, orders[name], to_ranks=False)
+    for name, param, _ in named_parameters_of(optimizer, optimizer_names(module, optimizer)):
+        if param in optimizer.state:
+            state[name] = dict(optimizer.state[param])
+            _check_savable(name, param, state[name])
+            if name in orders:
+                state[name] = reorder_state(name, state[name], param, orders[name], to_ranks=False)
     unowned = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if unowned:
         raise CheckpointError(f"{type(optimizer).__name__} keeps state under {unowned}, which are not parameters.")
-    return {"state": state, "param_groups": groups}
+    stages = stages_of(module)
+    return {"state": state, "param_groups": groups} | ({} if stages is None else {"stage": stages.group.rank()})
 
 
 @torch.no_grad()
@@ -137,20 +164,27 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     Values may be full tensors, which are cut without communication, or DTensors. A tensor of the parameter's shape
     takes the parameter's layout; another one of at least one dimension is replicated beside a distributed parameter;
     scalars stay plain. Dtypes are kept. The switches that choose an implementation (``foreach``, ``fused``,
-    ``capturable``) stay as they are here.
+    ``capturable``) stay as they are here. Under a pipeline each stage takes its own, and this is a collective.
 
     Raises:
         CheckpointError: Lists names of the state that the optimizer lacks and the reverse, and groups that differ. The
             optimizer is unchanged then.
     """
+    whole, _ = whole_groups(module, optimizer)
     names = optimizer_names(module, optimizer)
     label = type(optimizer).__name__
-    missing, unexpected = compare_names(names, state["param_groups"], state["state"])
+
+    def misfits() -> list[Problem]:
+        problems: list[Problem] = []
+        for name, param, _ in named_parameters_of(optimizer, names):
+            values = state["state"].get(name, {})
+            problems += state_problems(name, param, {k: v.shape for k, v in values.items() if isinstance(v, Tensor)})
+        return problems
+
+    missing, unexpected = compare_names(whole, state["param_groups"], state["state"])
     problems = name_problems(label, missing, unexpected)
-    problems += group_problems(label, optimizer, names, state["param_groups"])
-    for name, param, _ in named_parameters_of(optimizer, names):
-        values = state["state"].get(name, {})
-        problems += state_problems(name, param, {k: v.shape for k, v in values.items() if isinstance(v, Tensor)})
+    problems += group_problems(label, optimizer, whole, state["param_groups"])
+    problems += union(on_all_stages(stages_of(module), misfits))
     if problems:
         raise checkpoint_error("the optimizer state does not fit", problems)
     placed: dict[str, dict[str, Any]] = {}

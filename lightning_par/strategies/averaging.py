@@ -14,10 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_par import checkpoint as ckpt
+from lightning_par.checkpoint.stages import on_all_stages
 from lightning_par.errors import Problems
 from lightning_par.parallel import apply
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.precision import resolve_precision
+from lightning_par.parallel.stages import stages_of
 from lightning_par.strategies import _compat
 
 # Keys under which the callback puts the weights that go on, and its counter.
@@ -25,8 +27,12 @@ _CURRENT = "current_model_state"
 _COUNTS = "averaging_state"
 
 
-def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
+def refuse(module: pl.LightningModule, *, divided: bool) -> None:
     """Refuse callbacks that average the weights in a way that cannot work, before they copy the module.
+
+    Args:
+        module: Its trainer has the callbacks.
+        divided: Whether a rank will have a part of the parameters: shards, or those of a stage.
 
     Raises:
         ParallelConfigError: Naming the callbacks.
@@ -35,11 +41,11 @@ def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
     names = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging)]
     problems = Problems()
     for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging) and sharded:
+        if isinstance(callback, StochasticWeightAveraging) and divided:
             problems.add(
-                f"{type(callback).__name__} copies the module before it is sharded, and averages its whole parameters "
-                "with shards",
-                "WeightAveraging(), which averages shards, or strategy='par_ddp'",
+                f"{type(callback).__name__} copies the module before it is divided, and averages its whole parameters "
+                "with the part of a rank",
+                "WeightAveraging(), which averages that part, or strategy='par_ddp'",
             )
     if len(names) > 1:
         problems.add(
@@ -49,9 +55,9 @@ def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
         )
     if names and trainer.state.fn == TrainerFn.FITTING:
         handle = apply.parallelized(module)
-        if handle is not None and handle.holds_shards:
+        if handle is not None and _is_divided(handle):
             problems.add(
-                f"{names[0]} copies the module when a fit begins, and an earlier run has sharded it already",
+                f"{names[0]} copies the module when a fit begins, and an earlier run has divided it already",
                 "build the module anew, and load its checkpoint",
             )
         if any(p.is_meta for p in module.parameters()):
@@ -60,6 +66,10 @@ def refuse(module: pl.LightningModule, *, sharded: bool) -> None:
                 "build the module without empty_init, or in configure_model",
             )
     problems.raise_if_any()
+
+
+def _is_divided(handle: apply.Parallelized) -> bool:
+    return handle.holds_shards or handle.pipeline is not None
 
 
 def follow(trainer: pl.Trainer, handle: apply.Parallelized) -> Average | None:
@@ -76,7 +86,7 @@ class Average:
     def __init__(self, callback: WeightAveraging, handle: apply.Parallelized) -> None:
         self._handle = handle
         self._model = _compat.averaged_model(callback)
-        if handle.holds_shards:
+        if _is_divided(handle):
             # It runs no step, and keeps the dtype in which it was copied.
             options = replace(handle.options, compile=False, activation_checkpointing=None)
             device = next((p.device for p in handle.module.parameters()), torch.device("cpu"))
@@ -91,6 +101,7 @@ class Average:
                 mesh=handle.mesh,
                 device=device,
                 tensor_plan=handle.tensor_plan,
+                pipeline_plan=handle.pipeline_plan,
             )
         update = type(self._model).update_parameters
         self._model.update_parameters = lambda model: self._between_steps(update, self._model, model)
@@ -113,14 +124,17 @@ class Average:
         if full:
             checkpoint["state_dict"] = ckpt.full_model_state(self._module)
             return {}
+        checkpoint["state_dict"] = ckpt.model_state(self._module)
         current = checkpoint[_CURRENT]
         beside = {name: value for name, value in current.items() if isinstance(value, Tensor)}
-        checkpoint[_CURRENT] = {name: value for name, value in current.items() if name not in beside}
+        plain = {name: value for name, value in current.items() if name not in beside}
+        stages = on_all_stages(stages_of(self._module), lambda: plain)
+        checkpoint[_CURRENT] = {name: value for one in stages for name, value in one.items()}
         return beside
 
     def restore(self, path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         """After a sharded checkpoint was loaded into the module: take the average from there, then load the weights."""
-        state = ckpt.model_state(self._handle.module)
+        state = ckpt.stage_state(self._handle.module)
         self._module.load_state_dict(state, strict=False)
         if _COUNTS in meta:
             current = {name: value for name, value in state.items() if isinstance(value, Tensor)}
