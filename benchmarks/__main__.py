@@ -12,18 +12,27 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one benchmark; its table goes to the terminal and into the file of `--out`."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     run = parser.add_subparsers(dest="command", required=True).add_parser("run", help="run one benchmark")
-    run.add_argument("benchmark", choices=["data"], help="data: the data-parallel family")
-    run.add_argument("--rounds", type=int, default=9, help="how often each variant has its turn")
-    run.add_argument("--steps", type=int, default=1, help="optimizer steps of one turn")
-    run.add_argument("--minutes", type=float, default=5.0, help="no further round begins after so many")
-    run.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to see that it runs")
+    run.add_argument(
+        "benchmark",
+        choices=["data", "pipeline", "replay"],
+        help="data: the data-parallel family; pipeline: the schedules against their simulation; replay: replayed "
+        "pipelines against stages written by hand",
+    )
+    run.add_argument("--rounds", type=int, default=9, help="data, replay: how often each variant has its turn")
+    run.add_argument("--steps", type=int, default=1, help="data, replay: optimizer steps of one turn")
+    run.add_argument("--minutes", type=float, default=5.0, help="data, replay: no further round begins after so many")
+    run.add_argument("--quick", action="store_true", help="something tiny, to see that it runs")
     run.add_argument("--out", type=Path, help="a file for the table, in Markdown")
     options = parser.parse_args(arguments)
 
-    from benchmarks import data
+    from benchmarks import data, pipeline, replay
 
-    size, rounds = (data.QUICK, 2) if options.quick else (data.FULL, options.rounds)
-    text = data.run(size, rounds, options.steps, options.minutes)
+    if options.benchmark == "pipeline":
+        text = pipeline.run(pipeline.QUICK if options.quick else pipeline.FULL)
+    else:
+        module = data if options.benchmark == "data" else replay
+        size, rounds = (module.QUICK, 2) if options.quick else (module.FULL, options.rounds)
+        text = module.run(size, rounds, options.steps, options.minutes)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")

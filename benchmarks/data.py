@@ -132,8 +132,9 @@ def optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4)
 
 
-def batches(size: Size, count: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def batches(size: Size, count: int, seed: int | None = None) -> DataLoader[Any]:
+    """Random batches, others on each rank if there is no seed."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
     tokens = torch.randint(size.vocabulary, (count * size.batch, size.length + 1), generator=generator)
     return DataLoader(TensorDataset(tokens), batch_size=size.batch)
 
@@ -174,10 +175,16 @@ class InTrainer(pl.Callback):
     """A Trainer in a thread of its own, which waits after each optimizer step for the next `next`."""
 
     def __init__(
-        self, module: type[Module], strategy: Callable[[], Any], size: Size, steps: int, accumulate: int = 1
+        self,
+        module: type[Module],
+        strategy: Callable[[], Any],
+        size: Size,
+        steps: int,
+        accumulate: int = 1,
+        seed: int | None = None,
     ) -> None:
         self._module, self._strategy, self._size = module, strategy, size
-        self._steps, self._accumulate = steps, accumulate
+        self._steps, self._accumulate, self._seed = steps, accumulate, seed
         self._turn, self._stepped = threading.Semaphore(0), threading.Semaphore(0)
         self._closing = False
         self._error: BaseException | None = None
@@ -222,7 +229,7 @@ class InTrainer(pl.Callback):
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            trainer.fit(self._module(self._size), batches(self._size, self._steps * self._accumulate))
+            trainer.fit(self._module(self._size), batches(self._size, self._steps * self._accumulate, self._seed))
         except BaseException as error:
             self._error = error
             self._stepped.release()

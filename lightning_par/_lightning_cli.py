@@ -14,17 +14,21 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.strategies import MeshStrategy
+from lightning_par.strategies.examples import data_example
 
 
 class Trainer(pl.Trainer):
     """Lightning's Trainer, and `show`."""
 
-    def show(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None) -> None:
+    def show(
+        self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, svg: str | None = None
+    ) -> None:
         """Say what the strategy would do to the model; starts no processes and trains nothing.
 
         Args:
             model: The model to be described.
-            datamodule: Not used; the file that describes a run has one.
+            datamodule: Gives samples for a step, by which a pipeline is cut; for other layouts it is not used.
+            svg: A file for a picture of the schedule of a pipeline.
 
         Raises:
             ParallelConfigError: If the strategy is not one of lightning_par, or would refuse the configuration.
@@ -40,7 +44,11 @@ class Trainer(pl.Trainer):
         # Models that are built late may be too large for this machine: shapes are enough.
         with self.strategy.tensor_init_context(empty_init=True):
             model.configure_model()
-        print(self.strategy.explain(model, self.world_size))
+        example = None
+        if self.strategy.layout.pp_size != 1 and datamodule is not None:
+            model._trainer = self
+            example = data_example(model, datamodule)
+        print(self.strategy.explain(model, self.world_size, example, svg))
 
 
 class LightningParCLI(LightningCLI):

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from benchmarks import data
+from benchmarks import data, replay
 from benchmarks.__main__ import main
 from benchmarks.timing import HighWater, Interval, interleave, median_interval, ratios
 from lightning_par import ParallelLayout, parallelize
+from lightning_par.parallel.pipeline.schedules import SCHEDULES
 from lightning_par.testing import run_ranks
 
 
@@ -31,6 +32,33 @@ def test_a_quick_run_fills_the_tables(tmp_path: Path, capsys: pytest.CaptureFixt
         assert float(row[5].split()[0]) >= 0
     assert sum(row[2] == "1" for row in rows) == 3
     assert text.count("met") + text.count("missed") >= 5
+
+
+@pytest.mark.slow
+def test_a_quick_run_compares_every_schedule_with_its_simulation(tmp_path: Path) -> None:
+    out = tmp_path / "table.md"
+    main(["run", "pipeline", "--quick", "--out", str(out)])
+    rows = [line.strip("| ").split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == [name for name in SCHEDULES if name != "DualPipeV"]  # it needs 8 micro-batches
+    for row in rows:
+        # What sleeps cannot be faster; how much slower is the machine's business.
+        assert 0.99 < float(row[5]) < 5
+        assert 0.99 < float(row[7]) < 5
+
+
+@pytest.mark.slow
+def test_a_quick_run_compares_replayed_stages_with_those_by_hand(tmp_path: Path) -> None:
+    out = tmp_path / "table.md"
+    main(["run", "replay", "--quick", "--out", str(out)])
+    text = out.read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    times, memory = rows[1 : len(replay.VARIANTS) + 1], rows[len(replay.VARIANTS) + 2 :]
+    assert [row[0] for row in times] == list(replay.VARIANTS)
+    assert all(float(row[1].split()[0]) > 0 for row in times)
+    assert [row[:2] for row in memory] == [
+        [name, str(rank)] for name in replay.VARIANTS if name != replay.TRAINER for rank in range(replay.RANKS)
+    ]
+    assert text.count("met") + text.count("missed") >= len(replay.VARIANTS) - 1
 
 
 def counting(steps: int) -> Iterator[None]:

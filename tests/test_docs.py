@@ -55,7 +55,19 @@ def test_pairs_name_features() -> None:
         (ParallelLayout(), ParallelOptions(sequence_parallel=True), "32-true", ["tp_size is 1", "tp_size=2"]),
         (ParallelLayout(tp_size=2), ParallelOptions(loss_parallel=True), "32-true", ["loss_parallel is True"]),  # type: ignore[arg-type]
         (ParallelLayout(tp_size=2), ParallelOptions(verify="never"), "32-true", ["verify is 'never'"]),  # type: ignore[arg-type]
-        (ParallelLayout(pp_size=2, cp_size=2), ParallelOptions(), "32-true", ["pipeline", "context", "pp_size=1"]),
+        (ParallelLayout(ep_size=2, cp_size=2), ParallelOptions(), "32-true", ["expert", "context", "cp_size=1"]),
+        (ParallelLayout(pp_size=2), ParallelOptions(), "16-mixed", ["fp16 scaler", "precision: bf16-mixed"]),
+        (ParallelLayout(pp_size=2), ParallelOptions(pp_schedule="1f1b"), "32-true", ['pp_schedule="1F1B"']),
+        (ParallelLayout(pp_size=2), ParallelOptions(pp_microbatches=1), "32-true", ["at least 2", "pp_microbatches=2"]),
+        (ParallelLayout(pp_size=2), ParallelOptions(pp_microbatches=0), "32-true", ["pp_microbatches is 0"]),
+        (ParallelLayout(), ParallelOptions(pp_microbatches=4), "32-true", ["pp_size is 1"]),
+        (ParallelLayout(pp_size=2), ParallelOptions(pp_loss_weight="mean"), "32-true", ["pp_loss_weight is 'mean'"]),  # type: ignore[arg-type]
+        (
+            ParallelLayout(pp_size=2),
+            ParallelOptions(pp_schedule="ZBVZeroBubble", compile=True, reshard_after_forward=True),
+            "32-true",
+            ["compiled blocks cannot", "must stay gathered", "compile: false", "reshard_after_forward: false"],
+        ),
         (ParallelLayout(), ParallelOptions(cpu_offload=True), "16-mixed", ["fp16", "precision: bf16-mixed"]),
         (
             ParallelLayout(dp_replicate_size=-1, dp_shard_size=1),

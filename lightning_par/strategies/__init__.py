@@ -16,6 +16,7 @@ from lightning_par.strategies.presets import (
     DataParallelDefaults,
     FSDP2Defaults,
     HSDPDefaults,
+    PipelineParallelDefaults,
     TensorParallelDefaults,
     ZeRODefaults,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "FSDP2Strategy",
     "HSDPStrategy",
     "MeshStrategy",
+    "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "ZeROStrategy",
     "register",
@@ -48,6 +50,10 @@ class HSDPStrategy(HSDPDefaults, MeshStrategy):
     __doc__ = HSDPDefaults.__doc__
 
 
+class PipelineParallelStrategy(PipelineParallelDefaults, MeshStrategy):
+    __doc__ = PipelineParallelDefaults.__doc__
+
+
 class TensorParallelStrategy(TensorParallelDefaults, MeshStrategy):
     __doc__ = TensorParallelDefaults.__doc__
 
@@ -59,6 +65,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "par_zero3": ("ZeROStrategy", {"stage": 3}),
     "par_fsdp": ("FSDP2Strategy", {}),
     "par_hsdp": ("HSDPStrategy", {}),
+    "par_pp": ("PipelineParallelStrategy", {}),
     "par_tp": ("TensorParallelStrategy", {}),
 }
 

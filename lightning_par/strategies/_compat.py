@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import wrappers as fabric_wrappers
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
@@ -222,3 +224,25 @@ def loader_of_run(loop: Any) -> Any:
 
         source.dataloader = handed_out
     return loader
+
+
+def zeroes_gradients(trainer: Any) -> bool:
+    """Whether automatic optimisation sets gradients to None after this training step and before its backward.
+
+    It does with the first batch of an accumulation window (`_AutomaticOptimization._make_zero_grad_fn`).
+    """
+    return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+
+@contextmanager
+def in_fabric_backward() -> Iterator[None]:
+    """Let backward passes inside count as those of `Fabric.backward`, which a wrapped module insists on.
+
+    Sets `lightning.fabric.wrappers._in_fabric_backward`, as `Fabric.backward` does (lightning >= 2.3).
+    """
+    before = fabric_wrappers._in_fabric_backward
+    fabric_wrappers._in_fabric_backward = True
+    try:
+        yield
+    finally:
+        fabric_wrappers._in_fabric_backward = before

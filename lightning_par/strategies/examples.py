@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_par.parallel import tensor
-from lightning_par.parallel._compat import map_tensors
+from lightning_par.parallel._compat import map_tensors, no_torch_modes
 from lightning_par.strategies import _compat
 
 _SAMPLES = 2
@@ -25,7 +26,18 @@ def step_example(trainer: pl.Trainer, module: pl.LightningModule) -> tensor.Exam
     Nothing is logged, metrics stay as they are, and no iterator of the data is begun: a later one sees all samples.
     """
     name, loop = _compat.step_and_loop(trainer)
-    step, loader = getattr(module, name), _compat.loader_of_run(loop)
+    return _example(name, module, _compat.loader_of_run(loop))
+
+
+def data_example(module: pl.LightningModule, datamodule: pl.LightningDataModule) -> tensor.Example | None:
+    """The training step of a module on the first samples of a data module, without a run of the Trainer."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return _example("training_step", module, datamodule.train_dataloader())
+
+
+def _example(name: str, module: pl.LightningModule, loader: Any) -> tensor.Example | None:
+    step, trainer = getattr(module, name), module.trainer
     parameters = list(inspect.signature(step).parameters.values())
     if loader is None or not parameters or parameters[0].name == "dataloader_iter":
         return None
@@ -33,10 +45,13 @@ def step_example(trainer: pl.Trainer, module: pl.LightningModule) -> tensor.Exam
     indices = [0 for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def run() -> Any:
-        batch = trainer.precision_plugin.convert_input(first_samples(loader))
-        if any(param.is_meta for param in module.parameters()):
-            batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-        with _quiet(module), trainer.precision_plugin.train_step_context():
+        # The data are real, whatever the module is run with.
+        with no_torch_modes():
+            batch = first_samples(loader)
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        precision: Any = trainer.precision_plugin
+        batch = map_tensors(lambda tensor: tensor.to(device), precision.convert_input(batch))
+        with _quiet(module), precision.train_step_context():
             return step(batch, *indices)
 
     return tensor.Example(f"{name} on the first {_SAMPLES} samples", run)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -18,17 +19,21 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
+from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import apply
+from lightning_par.parallel._compat import map_tensors
 from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
-from lightning_par.strategies import foreign
+from lightning_par.parallel.remap import remap_optimizer
+from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import spread_evenly
 from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
     DataParallelDefaults,
     FSDP2Defaults,
     HSDPDefaults,
+    PipelineParallelDefaults,
     TensorParallelDefaults,
     ZeRODefaults,
 )
@@ -39,6 +44,7 @@ __all__ = [
     "FSDP2Strategy",
     "HSDPStrategy",
     "MeshStrategy",
+    "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "ZeROStrategy",
 ]
@@ -117,18 +123,63 @@ class MeshStrategy(MeshShell, ParallelStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        apply.remap_optimizer(optimizer, self._handles)
+        remap_optimizer(optimizer, self._handles)
         return optimizer
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self._pipelined() is not None:
+            raise ParallelConfigError(
+                Problem(
+                    "fabric.backward(loss) cannot run the backward of a pipeline: its stages run forward and backward "
+                    "of micro-batches in turns",
+                    "loss = fabric.strategy.forward_backward(lambda batch: <the loss>, batch), in place of the forward "
+                    "and fabric.backward",
+                )
+            )
         for handle in self._handles:
             handle.begin_backward(tensor)
         super().backward(tensor, module, *args, **kwargs)
         for handle in self._handles:
             handle.finish_backward()
+
+    def forward_backward(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run forward and backward of a step on a batch, under every layout; in place of `step` and `backward`.
+
+        Under a pipeline the step is run on micro-batches, on each stage; it must do nothing but compute.
+
+        Args:
+            step: Given the batch, returns the loss, or a mapping with it under ``"loss"``. Calls the module once.
+            batch: The batch.
+
+        Returns:
+            What the step returns for the batch, on all ranks; its loss has no graph.
+        """
+        handle = self._pipelined()
+        with _compat.in_fabric_backward():
+            if handle is not None:
+                return handle.forward_backward(step, batch)
+            result = step(batch)
+            loss: Any = result["loss"] if isinstance(result, Mapping) else result
+            self.backward(loss, None)
+        return map_tensors(Tensor.detach, result)
+
+    def forward_only(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a step on a batch without gradients, under every layout; see `forward_backward`.
+
+        Returns:
+            What the step returns for the batch, on all ranks.
+        """
+        handle = self._pipelined()
+        if handle is not None:
+            return handle.forward_only(step, batch)
+        with torch.no_grad():
+            return step(batch)
+
+    def _pipelined(self) -> apply.Parallelized | None:
+        return next((handle for handle in self._handles if handle.pipeline is not None), None)
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -159,7 +210,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Clip by the true global norm over all meshes; returns the norm before clipping, the same on all ranks."""
         self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        handle = apply.parallelized(_bare(module))
+        if handle is None:
+            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return handle.clip_grad_norm_(max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -354,6 +408,10 @@ class FSDP2Strategy(FSDP2Defaults, MeshStrategy):
 
 class HSDPStrategy(HSDPDefaults, MeshStrategy):
     __doc__ = HSDPDefaults.__doc__
+
+
+class PipelineParallelStrategy(PipelineParallelDefaults, MeshStrategy):
+    __doc__ = PipelineParallelDefaults.__doc__
 
 
 class TensorParallelStrategy(TensorParallelDefaults, MeshStrategy):

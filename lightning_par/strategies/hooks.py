@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+
+from lightning_par.errors import Problems
 
 
 def decide_alike(module: pl.LightningModule, gather: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -45,3 +47,36 @@ def look_at_parameters_between_steps(trainer: Any) -> bool:
     return is_overridden("on_train_batch_end", trainer.lightning_module) or any(
         is_overridden("on_train_batch_end", callback, pl.Callback) for callback in callbacks
     )
+
+
+def refuse_manual_optimization(module: pl.LightningModule) -> None:
+    """Refuse what a pipeline cannot train.
+
+    Raises:
+        ParallelConfigError: If the module optimises manually.
+    """
+    problems = Problems()
+    if not module.automatic_optimization:
+        problems.add(
+            f"{type(module).__name__} optimises manually, and a pipeline runs forward and backward of its stages "
+            "itself, before training_step returns",
+            "self.automatic_optimization = True, or pp_size=1",
+            "pp_size: 1",
+        )
+    problems.raise_if_any()
+
+
+def refuse_lbfgs(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that run a step several times.
+
+    Raises:
+        ParallelConfigError: For LBFGS.
+    """
+    problems = Problems()
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        problems.add(
+            "LBFGS looks at the gradient of all parameters as one vector, and each stage of a pipeline has its own",
+            "another optimizer, or pp_size=1",
+            "pp_size: 1",
+        )
+    problems.raise_if_any()

@@ -6,6 +6,7 @@ replaced by the class of the same meaning below, and stays an instance of Lightn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,13 @@ from lightning_par.parallel.precision import ShardedGradScaler
 
 
 class _GlobalClipping:
-    """Clips by the true global norm over all meshes, or by value."""
+    """Clips by the true global norm over all meshes, or by value.
+
+    Attributes:
+        clip_norm: Clips parameters by a norm; a strategy whose ranks hold different parameters sets its own.
+    """
+
+    clip_norm: Callable[[list[Any], float], Any] = staticmethod(clip_grad_norm_)
 
     def clip_gradients(
         self,
@@ -35,7 +42,7 @@ class _GlobalClipping:
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_grad_value_(parameters, clip_val)
         else:
-            clip_grad_norm_(parameters, clip_val)
+            self.clip_norm(parameters, clip_val)
 
 
 class ParallelPrecision(_GlobalClipping, Precision):

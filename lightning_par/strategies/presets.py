@@ -94,6 +94,19 @@ class TensorParallelDefaults(_Shell):
         return replace(layout, tp_size=self.num_processes) if self._tp_in_node else layout
 
 
+class PipelineParallelDefaults(_Shell):
+    """Gives each process its own blocks of the model (pipeline parallelism); micro-batches go from one to the next.
+
+    Args:
+        pp_size: Number of ranks of the pipeline; -1 for what is left.
+        dp_shard_size: Number of ranks to shard each stage over.
+        **kwargs: Every other option of `MeshStrategy`.
+    """
+
+    def __init__(self, pp_size: int = -1, dp_shard_size: int = 1, **kwargs: Any) -> None:
+        super().__init__(pp_size=pp_size, dp_shard_size=dp_shard_size, **kwargs)
+
+
 class HSDPDefaults(_Shell):
     """Shards within a node and replicates between nodes (HSDP).
 

@@ -74,7 +74,7 @@ class MeshShell:
     The sizes multiply to the number of processes; one of them may be -1 for "whatever is left".
 
     Args:
-        pp_size: Pipeline stages. Planned; 1 for now.
+        pp_size: Ranks of a pipeline, each with its own blocks of the model; they see the same samples.
         dp_replicate_size: Replicas that each hold all shards (HSDP), or all parameters with ``dp_shard_size=1`` (DDP).
         dp_shard_size: Ranks over which parameters, gradients and optimizer state are sharded; 1 replicates them.
         ep_size: Ranks over which experts are spread. Planned; 1 for now.
@@ -99,6 +99,15 @@ class MeshShell:
             backward between the Linears are divided too.
         loss_parallel: ``"auto"`` leaves logits divided over the vocabulary where the step computes its loss with
             ``F.cross_entropy``; ``False`` gathers them.
+        pp_schedule: Schedule of the pipeline: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``,
+            ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
+        pp_microbatches: Micro-batches into which a batch is cut; by default two for each rank of the pipeline.
+        pp_stages_per_rank: Stages of each rank; by default 1, or 2 with a schedule that interleaves.
+        pp_split: ``"auto"`` balances work and memory; or the number of blocks of each stage, or the names of the first
+            block of each stage but the first.
+        pp_loss_weight: How losses of micro-batches make that of the batch: ``"auto"`` by counting the targets of
+            cross entropies, ``"samples"``, or ``"sum"`` for steps that return sums.
+        pp_broadcast_predictions: Whether all stages get what ``predict_step`` returns, or the last one only.
         verify: ``"always"`` compares a divided block with the undivided one at each start; ``"auto"`` trusts what was
             verified before with the same code.
         example_inputs: Arguments of the model's forward with which a tensor-parallel plan is proven, where the Trainer
@@ -151,6 +160,12 @@ class MeshShell:
         tp_plan: Literal["auto"] | dict[str, str] | Callable[[nn.Module], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: Literal["auto", False] = "auto",
+        pp_schedule: str = "1F1B",
+        pp_microbatches: int | None = None,
+        pp_stages_per_rank: int | None = None,
+        pp_split: Literal["auto"] | list[int] | list[str] = "auto",
+        pp_loss_weight: Literal["auto", "samples", "sum"] = "auto",
+        pp_broadcast_predictions: bool = True,
         verify: Literal["auto", "always"] = "auto",
         example_inputs: Any = None,
         state_dict_type: StateDictType = "sharded",
@@ -171,8 +186,14 @@ class MeshShell:
             tp_plan=tp_plan,
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
+            pp_schedule=pp_schedule,
+            pp_microbatches=pp_microbatches,
+            pp_stages_per_rank=pp_stages_per_rank,
+            pp_split=pp_split,
+            pp_loss_weight=pp_loss_weight,
             verify=verify,
         )
+        self._broadcast_predictions = pp_broadcast_predictions
         self._example_inputs = example_inputs
         self._mixed_precision = mixed_precision
         self._autocast = autocast
@@ -343,9 +364,23 @@ class MeshShell:
             return loss
         return self.reduce(loss.detach().clone())
 
-    def explain(self, module: nn.Module, world_size: int) -> str:
-        """Say what this strategy would do to a module on that many processes; needs no process group."""
-        return explain(module, self._requested_layout(), self.policy, self._options, world_size, self._example_inputs)
+    def explain(
+        self,
+        module: nn.Module,
+        world_size: int,
+        example: Example | None = None,
+        svg: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """Say what this strategy would do to a module on that many processes; needs no process group.
+
+        Args:
+            module: The module.
+            world_size: Number of processes.
+            example: A way to run it, taken if the strategy was given no `example_inputs`.
+            svg: A file for a picture of the pipeline's schedule.
+        """
+        inputs = example if self._example_inputs is None else self._example_inputs
+        return explain(module, self._requested_layout(), self.policy, self._options, world_size, inputs, svg)
 
     # -- data ----------------------------------------------------------------------------------------------------
 

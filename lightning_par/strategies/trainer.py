@@ -7,10 +7,12 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,15 +30,20 @@ from typing_extensions import override
 from lightning_par import checkpoint as ckpt
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import tensor
-from lightning_par.parallel.apply import Parallelized, parallelized, remap_optimizer
+from lightning_par.parallel.apply import Parallelized, parallelized
 from lightning_par.parallel.batch_norm import synchronise_over
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
+from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.parallel.report import sizes
 from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
 from lightning_par.strategies.examples import step_example
+from lightning_par.strategies.explicit import explicit_stages
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import MeshShell, make_way, meet
+
+if TYPE_CHECKING:
+    from lightning_par.strategies.pipelined import PipelinedSteps
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +70,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._compared_batches: set[str | None] = set()
         self._looked_at = False
         self._average: averaging.Average | None = None
+        self._steps: PipelinedSteps | None = None
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -130,7 +138,8 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._check()
         assert self.lightning_module is not None
         layout = self._requested_layout()
-        averaging.refuse(self.lightning_module, sharded=(layout.dp_shard_size, layout.tp_size) != (1, 1))
+        divided = (layout.pp_size, layout.dp_shard_size, layout.tp_size) != (1, 1, 1)
+        averaging.refuse(self.lightning_module, divided=divided)
         super().setup_environment()
         self._connect()
         self.lightning_module._device_mesh = self.mesh.root
@@ -159,7 +168,16 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)
                 synchronise_over(module, self.mesh.group("data"))
-        example = step_example(trainer, self.lightning_module) if self.mesh.layout.tp_size > 1 else None
+        layout = self.mesh.layout
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if layout.pp_size > 1 and fitting:
+            hooks.refuse_manual_optimization(self.lightning_module)
+        if layout.pp_size > 1 and (explicit := explicit_stages(self.lightning_module)) is not None:
+            names, undo = explicit
+            self._options = replace(self._options, blocks=names)
+            self._undo.append(undo)
+        wanted = layout.tp_size > 1 or layout.pp_size > 1
+        example = step_example(trainer, self.lightning_module) if wanted else None
         self._handles = [self._parallelize(module, FORWARD_METHODS, example)]
         if self.parallelized.tensor_plan is not None:
             rank_zero_info(self.parallelized.tensor_plan.report())
@@ -167,6 +185,13 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         # Sharding moves parameters without `module.to`, which is where Lightning notes `self.device`.
         _compat.set_device(self.lightning_module, self.root_device)
         self._connect_metrics()
+        self.precision_plugin.clip_norm = self._clip_norm  # type: ignore[attr-defined]
+        if self.parallelized.pipeline is not None:
+            # torch's pipelines take long to import, and few runs need them.
+            from lightning_par.strategies.pipelined import PipelinedSteps
+
+            self._steps = PipelinedSteps(self.parallelized.pipeline, self.lightning_module, self._step_context)
+            self._undo.append(self._steps.undo)
         self._average = averaging.follow(trainer, self.parallelized)
         if self.mesh.data_size == 1:
             self._undo.append(_compat.no_advice_to_synchronise())
@@ -176,7 +201,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                 # The summary counts whole parameters.
                 rank_zero_info(f"{type(self).__name__}: {sizes(self.lightning_module)}")
         self.barrier("parallelised")
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
             self._looked_at = hooks.look_at_parameters_between_steps(trainer)
             self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
@@ -190,9 +215,15 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         # A former fit may have left optimizers whose parameters are gone.
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        with self.parallelized.whole_parameters():
+            super().setup_optimizers(trainer)
+        if self.parallelized.pipeline is not None:
+            hooks.refuse_lbfgs(self.optimizers)
         for optimizer in self.optimizers:
             remap_optimizer(optimizer, [self.parallelized])
+
+    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+        self.parallelized.clip_grad_norm_(max_norm, parameters=parameters)
 
     def _connect_metrics(self) -> None:
         """Merge the states of each torchmetrics object over the data ranks, not over the whole world."""
@@ -208,6 +239,29 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         with self.parallelized.accumulating():
             yield
+
+    def _step_context(self, name: str) -> AbstractContextManager[Any]:
+        plugin = self.precision_plugin
+        contexts = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        return contexts[name]()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The pipeline has run it; what is left is what others see of it.
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._steps.restore_gradients()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        if self._looked_at:
+            self.parallelized.data.reshard()
+        return closure_loss
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -258,19 +312,35 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._compare_batch(args[0])
-        return self._gathered(super().training_step(*args, **kwargs))
+        if self._steps is None:
+            return self._gathered(super().training_step(*args, **kwargs))
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        begins_window = _compat.zeroes_gradients(trainer)
+        if begins_window:
+            self._steps.forget_gradients()
+        result = self._steps.train(1.0 / trainer.accumulate_grad_batches, *args, **kwargs)
+        self.parallelized.finish_backward()
+        if begins_window:
+            self._steps.stash_gradients()
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._take_turn(super().validation_step, *args, **kwargs)
+        return self._take_turn(self._evaluating("validation_step", super().validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._take_turn(super().test_step, *args, **kwargs)
+        return self._take_turn(self._evaluating("test_step", super().test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._take_turn(super().predict_step, *args, **kwargs)
+        return self._take_turn(self._evaluating("predict_step", super().predict_step), *args, **kwargs)
+
+    def _evaluating(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self._steps is None:
+            return step
+        return partial(self._steps.evaluate, name, name != "predict_step" or self._broadcast_predictions)
 
     def _gathered(self, result: Any) -> Any:
         """What a step returns, the logits in it gathered."""
@@ -478,6 +548,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         assert self.accelerator is not None
         while self._undo:
             self._undo.pop()()
+        self._steps = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
