@@ -138,7 +138,12 @@ def replayed_stages(name: str, n_microbatches: int, seconds: float, mesh: Parall
     model = SleepingModel(count, seconds)
     rows = torch.ones(n_microbatches)
     options = ParallelOptions(
-        blocks=[SleepingBlock], pp_schedule=name, pp_microbatches=n_microbatches, pp_split=[1] * count
+        blocks=[SleepingBlock],
+        pp_schedule=name,
+        pp_microbatches=n_microbatches,
+        pp_split=[1] * count,
+        # Losses without targets to count would be compared in the batches that are measured.
+        pp_loss_weight="samples",
     )
     handle = parallelize(model, mesh.layout, options=options, mesh=mesh, example_inputs=(rows[:2],))
     pipeline = handle.pipeline

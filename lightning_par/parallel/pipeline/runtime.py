@@ -239,10 +239,10 @@ class Pipeline:
             return loss
 
         checks.refuse_other_loss(loss_in, size, self._loss_weight)
-        if self._loss_weight == "auto" and self.from_last(lambda: self._counted[dry.kind]):
-            # Where targets are counted, one comparison shows that they are the right ones.
+        if self._loss_weight != "auto" or self.from_last(lambda: self._counted[dry.kind]):
+            # Where targets are counted, or the user knows, one comparison is enough.
             self._compared = checks.BATCHES
-        elif self._loss_weight == "auto" and not self._compared:
+        elif not self._compared:
             checks.warn_of_samples()
 
     # -- one micro-batch on one stage ------------------------------------------------------------------------------
