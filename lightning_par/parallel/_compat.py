@@ -129,6 +129,11 @@ def leaves(data: Any) -> list[Any]:
     return tree_leaves(data)
 
 
+def tensors_in(data: Any) -> list[Tensor]:
+    """List the tensors in nested containers."""
+    return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether a checkpoint or the like sees what is saved for backward (`_top_saved_tensors_default_hooks`, 2.4)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

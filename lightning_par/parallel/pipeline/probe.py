@@ -436,7 +436,7 @@ class _Operators(DispatchMode):
         kwargs = kwargs or {}
         watch = self._watch
         self.last = schema_name(func)
-        given = [leaf for leaf in _compat.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _compat.tensors_in((args, kwargs))
         marks = [_mark(tensor) for tensor in given]
         # As good as the parameter itself: each stage that uses it makes it anew.
         is_alias = len(given) == 1 and isinstance(marks[0], _Parameter) and (is_view(func) or self.last == "_to_copy")
@@ -453,7 +453,7 @@ class _Operators(DispatchMode):
         watch.flops[watch.place, watch.in_block] += flops_of(func, args, kwargs, result)
         if not depends:
             return result
-        made = [leaf for leaf in _compat.leaves(result) if isinstance(leaf, Tensor)]
+        made = _compat.tensors_in(result)
         for tensor in made:
             if is_alias:
                 _compat.set_storage_note(tensor, marks[0])

@@ -242,20 +242,20 @@ class Replay:
             run.inside = False
             if stream is not None:
                 stream.end()
-        run.seen[name, call] = {i: t.dtype for i, t in enumerate(_tensors(result))}
+        run.seen[name, call] = {i: t.dtype for i, t in enumerate(_compat.tensors_in(result))}
         return result
 
     # -- what crosses --------------------------------------------------------------------------------------------
 
     def _keep(self, run: StageRun, key: tuple[str, int, bool], data: Any) -> None:
         if key in self._slots:
-            run.kept[key] = _tensors(data)
+            run.kept[key] = _compat.tensors_in(data)
 
     def _crossing(
         self, run: StageRun, cut: Cut, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
         """Find the tensors that cross a cut, in the order of its slots."""
-        given = _tensors((args, kwargs))
+        given = _compat.tensors_in((args, kwargs))
         found = []
         for slot in cut.slots:
             there = given if slot.module == name and not slot.output else run.kept.get(slot[:3], [])
@@ -300,7 +300,7 @@ class Replay:
                 replaced[id(target)] = value
         if not replaced:
             return args, kwargs
-        at_call = {id(tensor) for tensor in _tensors((args, kwargs))}
+        at_call = {id(tensor) for tensor in _compat.tensors_in((args, kwargs))}
         if not replaced.keys() <= at_call:
             raise RuntimeError(
                 f"a tensor that crosses to block {name!r} cannot be written to, and is no argument of it"
@@ -309,7 +309,7 @@ class Replay:
 
     def _refuse_nan(self, name: str, targets: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         crossing = [t.untyped_storage().data_ptr() for t in targets]
-        for index, tensor in enumerate(_tensors((args, kwargs))):
+        for index, tensor in enumerate(_compat.tensors_in((args, kwargs))):
             if has_nan(tensor) and tensor.untyped_storage().data_ptr() not in crossing:
                 raise ParallelConfigError(
                     Problem(
@@ -381,10 +381,6 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
-def _tensors(data: Any) -> list[Tensor]:
-    return [leaf for leaf in _compat.leaves(data) if isinstance(leaf, Tensor)]
-
-
 def has_nan(tensor: Tensor) -> bool:
     """Whether a tensor has NaN in it; waits for the device."""
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
@@ -400,7 +396,7 @@ def _seed(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
-def refuse_leak(module: nn.Module, run: StageRun, name: str) -> ParallelConfigError:
+def refuse_leak(module: nn.Module, name: str) -> ParallelConfigError:
     """What to say where a stage made NaN of numbers."""
     return ParallelConfigError(
         Problem(

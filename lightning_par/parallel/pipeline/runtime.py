@@ -313,9 +313,8 @@ class Pipeline:
             )
 
     def _refuse_nan(self, stage: Stage, run: StageRun, result: Any) -> None:
-        tensors = [leaf for leaf in _compat.leaves(result) if isinstance(leaf, Tensor)]
-        if any(map(has_nan, tensors)) and not any(map(has_nan, run.received or ())):
-            raise refuse_leak(self.module, run, self.replay.chain.blocks[stage.begin])
+        if any(map(has_nan, _compat.tensors_in(result))) and not any(map(has_nan, run.received or ())):
+            raise refuse_leak(self.module, self.replay.chain.blocks[stage.begin])
 
     def _new_run(self, stage: Stage, batch: Batch, index: int, received: tuple[Tensor, ...]) -> StageRun:
         return StageRun(
@@ -325,7 +324,7 @@ class Pipeline:
             dtypes=self._dtypes.get(batch.step.kind, {}),
             seed=(batch.seed + index) % _SEEDS,
             stream=self.stream,
-            protected=[leaf for leaf in _compat.leaves(batch.parts[index]) if isinstance(leaf, Tensor)],
+            protected=_compat.tensors_in(batch.parts[index]),
             check=batch.check,
         )
 

@@ -23,21 +23,21 @@ class SharedParameters:
         self._ranks = dict(ranks)
         self._group = group
 
-    def __bool__(self) -> bool:
-        return bool(self._ranks)
-
     def counted_elsewhere(self, module: nn.Module) -> list[nn.Parameter]:
         """Copies that a sum over all ranks of the pipeline must leave out: another rank counts them."""
-        params = dict(module.named_parameters())
-        return [params[name] for name, ranks in self._ranks.items() if self._group.rank() != ranks[0]]
+        return [param for param, ranks in self._copies(module) if self._group.rank() != ranks[0]]
 
     @torch.no_grad()
     def sum_gradients(self, module: nn.Module) -> None:
         """Give all copies the sum of their gradients, bit for bit the same; None where no copy has one."""
-        params = dict(module.named_parameters())
-        for name, ranks in self._ranks.items():
-            if params[name].requires_grad:
-                self._sum(params[name], ranks)
+        for param, ranks in self._copies(module):
+            if param.requires_grad:
+                self._sum(param, ranks)
+
+    def _copies(self, module: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """The copies here and their ranks. Most models have none, and are not walked through in each step for that."""
+        params = dict(module.named_parameters()) if self._ranks else {}
+        return [(params[name], ranks) for name, ranks in self._ranks.items()]
 
     def _sum(self, param: nn.Parameter, ranks: tuple[int, ...]) -> None:
         """Add up on the first rank, in the order of the ranks, and send the sum back."""
