@@ -33,11 +33,16 @@ def some(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [value if value in quick else long_run(value) for value in values]
 
 
-def crossed(*values: Iterable[Any], quick: list[tuple[Any, ...]]) -> list[Any]:
-    """Each combination of the values of several arguments, of which those not in `quick` run with `-m slow` only."""
-    cases = list(itertools.product(*values))
+def listed(cases: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
+    """Cases of several arguments, of which those that are not named run with `-m slow` only."""
+    cases = list(cases)
     assert not [case for case in quick if case not in cases]
     return [case if case in quick else long_run(*case) for case in cases]
+
+
+def crossed(*values: Iterable[Any], quick: list[tuple[Any, ...]]) -> list[Any]:
+    """Each combination of the values of several arguments, of which those not in `quick` run with `-m slow` only."""
+    return listed(itertools.product(*values), *quick)
 
 
 def layouts(*quick: str) -> Any:

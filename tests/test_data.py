@@ -22,6 +22,7 @@ from probe import (
     SizedStream,
     Stream,
     crossed,
+    long_run,
     numbers,
     own,
     same,
@@ -233,7 +234,7 @@ def test_a_generator_ends_with_the_shortest_rank() -> None:
     assert (first[0], second[0]) == ([0, 1], [100, 101])
 
 
-@pytest.mark.parametrize("kind", ["own sampler", "stream"])
+@pytest.mark.parametrize("kind", [long_run("own sampler"), "stream"])
 def test_equal_loaders_and_limits_need_no_word(kind: str) -> None:
     for _, steps, words, _ in run_ranks(2, fit_unevenly, "par_fsdp", kind, [4, 4], timeout=20):
         assert (steps, words) == (4, 0)
@@ -407,7 +408,7 @@ def evaluate_and_communicate(lengths: list[int]) -> None:
 def test_communication_in_a_batch_that_others_lack_is_an_error() -> None:
     run_ranks(2, evaluate_and_communicate, [3, 3])
     with pytest.raises(RanksFailed, match="an evaluation step communicates in a batch that other data ranks do not"):
-        run_ranks(2, evaluate_and_communicate, [3, 2], timeout=6)
+        run_ranks(2, evaluate_and_communicate, [3, 2], timeout=4)
 
 
 # -- the same data everywhere ---------------------------------------------------------------------------------------
@@ -485,7 +486,7 @@ def test_combined_loaders_and_a_datamodule(strategy: str, mode: str) -> None:
     assert others[0][1:] == (steps, metrics)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+@pytest.mark.parametrize("mode", [long_run("min_size"), "max_size_cycle"])
 def test_a_stream_among_combined_loaders_ends_everywhere(mode: str) -> None:
     (_, steps, _), (_, other, _) = run_ranks(2, train_on_several, "par_fsdp", mode, True, timeout=20)
     assert steps == other == {"min_size": 4, "max_size_cycle": 8}[mode]

@@ -239,7 +239,7 @@ def odd_parameters(layout: ParallelLayout) -> None:
     model, alone = build(cls=Odd), build(cls=Odd)
     par = parallelize(model, layout, "64-true")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-4, foreach=False) for m in (model, alone)]
-    for step in range(3):
+    for step in range(2):
         loss_of(model, batch(ranks * step + rank)).backward()
         par.finish_backward()
         for r in range(ranks):

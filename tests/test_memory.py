@@ -367,7 +367,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, long_run(True)])
 def test_buffers_are_written_once_and_the_recomputation_sees_the_old_ones(setting: str, compiled: bool) -> None:
     torch._dynamo.reset()
     model, x = make(depth=2, block=Stateful)
@@ -383,7 +383,7 @@ def test_buffers_are_written_once_and_the_recomputation_sees_the_old_ones(settin
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, long_run(True)])
 def test_a_hugging_face_model_fills_its_cache_once(setting: str, compiled: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -464,6 +464,7 @@ def test_backward_twice(setting: str) -> None:
             torch.autograd.grad(loss, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [None, *SETTINGS])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_after_checkpointing(setting: str | None, backend: str) -> None:
@@ -502,7 +503,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("compiled", [None, long_run("eager"), "aot_eager"])
+@pytest.mark.parametrize("compiled", [None, long_run("eager"), long_run("aot_eager")])
 def test_with_fsdp_around_blocks_and_inside_them(one_rank: Any, setting: str, compiled: str | None) -> None:
     torch._dynamo.reset()
     model, x = make(depth=3, dropout=0.5)

@@ -38,7 +38,7 @@ def test_loss_curve_follows_lightnings_plugin(model: str, spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [FSDP, DDP], ids=["fsdp", "ddp"])
 def test_fp16_follows_lightnings_plugin(spec: Any) -> None:
-    run = Run(precision="16-mixed", steps=12, losses_only=True)
+    run = Run(precision="16-mixed", steps=6, losses_only=True)
     records = run_ranks(2, train, run, 2, spec)
     expected = torch.tensor(reference(run, 2).losses).view(-1, 2).mean(1)
     torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)
@@ -58,7 +58,7 @@ def test_fp16_follows_lightnings_plugin(spec: Any) -> None:
     ids=["ddp", "zero1", "zero2", "fsdp", "hsdp"],
 )
 def test_every_low_precision_under_every_layout(ranks: int, spec: Any, precision: str) -> None:
-    run = Run(precision=precision, steps=10, losses_only=True)
+    run = Run(precision=precision, steps=6, losses_only=True)
     records = run_ranks(ranks, train, run, ranks, spec)
     expected = torch.tensor(reference(run, ranks).losses).view(-1, ranks).mean(1)
     torch.testing.assert_close(torch.tensor([r.losses for r in records]).mean(0), expected, rtol=0.02, atol=0)
@@ -112,10 +112,18 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "ddp"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", EXPECTED)
-def test_dtypes_are_the_same_on_one_rank_and_on_two(precision: str, ranks: int, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "ranks", "strategy"),
+    # Quick: each precision on one rank and on two, and under both strategies.
+    crossed(
+        EXPECTED,
+        (1, 2),
+        ("fsdp", "ddp"),
+        quick=[(precision, *case) for precision in EXPECTED for case in ((1, "ddp"), (2, "fsdp"))],
+    ),
+)
+def test_dtypes_are_the_same_on_one_rank_and_on_two(precision: str, ranks: int, strategy: str) -> None:
+    sharded = strategy == "fsdp"
     keys = ("input", "computed", "buffer", "autocast", "stored", "gradient", "saved")
     want = {k: v if v in ("True", "False") else f"torch.{v}" for k, v in zip(keys, EXPECTED[precision], strict=True)}
     for seen in run_ranks(ranks, probe_dtypes, ranks, precision, sharded):

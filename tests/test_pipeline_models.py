@@ -142,7 +142,7 @@ class Writer(pl.LightningModule):
 def written(pipelined: bool) -> list[Tensor]:
     module = Writer()
     options = {"pp_options": {"blocks": "model.model.layers.*"}} if pipelined else {}
-    trainer(pipelined, max_epochs=2, **options).fit(module, sentences(16))
+    trainer(pipelined, max_epochs=1, **options).fit(module, sentences(16))
     return module.written
 
 

@@ -98,7 +98,9 @@ def test_fewer_blocks_than_stages_are_refused() -> None:
 
 
 def show(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["lightning-par", "show", "--config", CONFIG, *options])
+    # To read the default text takes longer than all that is shown.
+    arguments = ["show", "--config", CONFIG, "--data.path", "README.md", *options]
+    monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
     monkeypatch.chdir(Path(__file__).parent.parent)
     return main()
 

@@ -6,6 +6,7 @@ import random
 from xml.etree import ElementTree
 
 import pytest
+from probe import some
 
 from lightning_par.parallel.pipeline.picture import draw
 from lightning_par.parallel.pipeline.schedules import (
@@ -28,7 +29,7 @@ def test_closed_forms_are_the_bubble_of_the_simulation(name: str) -> None:
     compared = 0
     for v in range(1, 4):
         for p in (1, 2, 3, 4, 8):
-            for m in range(1, 25):
+            for m in (*range(1, 17), 20, 24):
                 formula = bubble_formula(name, p, m, v)
                 if formula is not None and not schedule_problems(name, p, m, v):
                     assert timeline(name, p, m, v).bubble == pytest.approx(formula, abs=1e-12), (p, m, v)
@@ -128,7 +129,7 @@ def boxes(picture: str) -> dict[str, ElementTree.Element]:
     return {str(g.findtext(f"{svg}title")).split(":")[0]: g[1] for g in groups}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some(SCHEDULES, "1F1B", "ZBVZeroBubble", "DualPipeV"))
 def test_a_picture_has_a_box_for_each_computation_where_and_as_long_as_it_runs(name: str) -> None:
     shown = timeline(name, 4, 8)
     drawn = boxes(draw(shown))

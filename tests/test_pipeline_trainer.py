@@ -66,19 +66,19 @@ def test_every_hook_and_number_is_that_of_one_process(options: dict[str, Any], s
     compare(2, expected, {**options, "pp_schedule": schedule, "pp_microbatches": 4})
 
 
-@pytest.mark.parametrize("call", ["self.model(x)", "self.model(**batch)"])
+@pytest.mark.parametrize("call", [long_run("self.model(x)"), "self.model(**batch)"])
 def test_a_step_calls_the_model_in_any_way(call: str) -> None:
-    [expected] = run_ranks(1, fitted, False, {"max_epochs": 1}, call=call)
-    compare(2, expected, {"max_epochs": 1}, call=call)
+    [expected] = run_ranks(1, fitted, False, {"max_epochs": 1}, (8, 8), call=call)
+    compare(2, expected, {"max_epochs": 1}, (8, 8), call=call)
 
 
-@pytest.mark.parametrize("schedule", ["epoch", "plateau"])
+@pytest.mark.parametrize("schedule", [long_run("epoch"), "plateau"])
 def test_rates_follow_their_schedule(schedule: str) -> None:
     options = {"max_epochs": 3}
-    [expected] = run_ranks(1, fitted, False, options, schedule=schedule)
+    [expected] = run_ranks(1, fitted, False, options, (8, 8), schedule=schedule)
     rates = [step[3] for step in expected[1] if isinstance(step[0], dict)]
     assert len(set(rates)) > 1
-    compare(2, expected, options, schedule=schedule)
+    compare(2, expected, options, (8, 8), schedule=schedule)
 
 
 class Stop(pl.callbacks.EarlyStopping):
@@ -89,7 +89,7 @@ class Stop(pl.callbacks.EarlyStopping):
 
 
 def stopped(pipelined: bool) -> Any:
-    return fitted(pipelined, {"max_epochs": 6, "callbacks": [Stop()]})
+    return fitted(pipelined, {"max_epochs": 6, "callbacks": [Stop()]}, (8, 8))
 
 
 def test_all_stages_stop_early_together() -> None:
@@ -126,7 +126,7 @@ def several(pipelined: bool) -> Any:
     module, found = Steps(), []
     for epochs in (1, 2):
         host = trainer(pipelined, max_epochs=epochs)
-        host.fit(module, sentences(16), sentences(8))
+        host.fit(module, sentences(8), sentences(8))
         found.append((host.validate(module, sentences(8), verbose=False), host.predict(module, sentences(8))))
     return found
 

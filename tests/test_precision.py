@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from probe import crossed, long_run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -175,7 +176,7 @@ def _measured_dtypes(precision: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [long_run(1), 2])
 def test_table_is_what_fsdp_does(world: int, precision: str) -> None:
     promised = dict(resolve_precision(precision).rows())
     for measured in run_ranks(world, _measured_dtypes, precision):
@@ -280,9 +281,15 @@ def _check_skip(which: int, value: float, unscale_first: bool) -> None:
             torch.testing.assert_close(full_tensor(param.detach()), value_before * 0.8**step)
 
 
-@pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("which", "value", "unscale_first"),
+    crossed(
+        (0, 1, 2),
+        (math.inf, math.nan),
+        (False, True),
+        quick=[(0, math.inf, False), (1, math.nan, True), (2, math.inf, True), (2, math.nan, False)],
+    ),
+)
 def test_all_ranks_skip_the_step_that_one_must_skip(which: int, value: float, unscale_first: bool) -> None:
     run_ranks(2, _check_skip, which, value, unscale_first)
 

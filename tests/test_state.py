@@ -27,9 +27,7 @@ from probe import (
     Probe,
     batches,
     crossed,
-    ddp_and_fsdp,
-    layouts,
-    long_run,
+    listed,
     part,
     same,
     strategy_of,
@@ -119,9 +117,12 @@ def own_averages_in_one_process(accumulate: int) -> State:
     return run_ranks(1, two_halves, "one", "", OwnAverages, averages, accumulate_grad_batches=accumulate)[0]
 
 
-@layouts("fsdp")
-@pytest.mark.parametrize("accumulate", [long_run(1), 2])
-def test_own_averages_follow_as_in_one_process(layout: str, accumulate: int, tmp_path: Path) -> None:
+# A window has steps that reduce nothing: it is the harder case, and has all layouts.
+WINDOWS = [*((2, layout) for layout in LAYOUTS), (1, "ddp"), (1, "fsdp")]
+
+
+@pytest.mark.parametrize(("accumulate", "layout"), listed(WINDOWS, (2, "fsdp")))
+def test_own_averages_follow_as_in_one_process(accumulate: int, layout: str, tmp_path: Path) -> None:
     expected = own_averages_in_one_process(accumulate)
     for found in run_ranks(
         LAYOUTS[layout][0],
@@ -206,9 +207,8 @@ def normalise(layout: str, **options: Any) -> tuple[State, State, float]:
     return weights(module), buffers, float(run.callback_metrics["val_loss"])
 
 
-@ddp_and_fsdp
-@pytest.mark.parametrize("accumulate", [long_run(1), 2])
-def test_sync_batchnorm_normalises_by_the_whole_batch(layout: str, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "layout"), listed(WINDOWS, (2, "fsdp")))
+def test_sync_batchnorm_normalises_by_the_whole_batch(accumulate: int, layout: str) -> None:
     [expected] = run_ranks(1, normalise, "one", accumulate_grad_batches=accumulate)
     for found in run_ranks(LAYOUTS[layout][0], normalise, layout, accumulate_grad_batches=accumulate):
         assert same(found[0], expected[0])
@@ -228,7 +228,7 @@ class Searching(Probe):
         self.lr = 0.01
 
     def train_dataloader(self) -> Any:
-        return part(12 * GLOBAL_BATCH, self.batch_size)
+        return part(8 * GLOBAL_BATCH, self.batch_size)
 
     def val_dataloader(self) -> Any:
         return []
@@ -240,10 +240,10 @@ class Searching(Probe):
 def find_rate(layout: str, folder: str, how: str) -> Any:
     """The rates that were tried, the one that was chosen, and the weights of the training that follows."""
     module, options = Searching(), {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
-    finder: Any = LearningRateFinder(num_training_steps=20, **options)
+    finder: Any = LearningRateFinder(num_training_steps=14, **options)
     callbacks = [finder] if how == "callback" else []
     run = trainer(strategy_of(layout), callbacks=callbacks, default_root_dir=folder, max_epochs=2)
-    found = Tuner(run).lr_find(module, num_training=20, **options) if how == "tuner" else None
+    found = Tuner(run).lr_find(module, num_training=14, **options) if how == "tuner" else None
     run.fit(module)
     found = found or finder.optimal_lr
     return found.results["lr"], module.lr, weights(module), run.global_step
@@ -265,9 +265,12 @@ def found_in_one_process(how: str) -> Any:
         return run_ranks(1, find_rate, "one", folder, how)[0]
 
 
-@layouts("fsdp")
-@pytest.mark.parametrize("how", ["callback", long_run("tuner")])
-def test_learning_rate_finder(layout: str, how: str, tmp_path: Path) -> None:
+# Both ways call the same search.
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    listed([*(("callback", layout) for layout in LAYOUTS), ("tuner", "ddp"), ("tuner", "fsdp")], ("callback", "fsdp")),
+)
+def test_learning_rate_finder(how: str, layout: str, tmp_path: Path) -> None:
     tried, chosen, expected, steps = found_in_one_process(how)
     for found in run_ranks(LAYOUTS[layout][0], find_rate, layout, str(tmp_path), how):
         assert found[0] == pytest.approx(tried)
@@ -402,24 +405,24 @@ def test_averages_of_statistics_and_files_of_averages(layout: str, kind: str, tm
         assert same(loaded, trained, 1e-6 if kind == "full" else 1e-9)  # Plain Lightning has built it in fp32.
 
 
-QUICK = [
-    ("SWA", "sharded", "ddp"),
-    ("SWA", "sharded", "fsdp"),
-    ("mean", "sharded", "ddp"),
-    ("mean without buffers", "sharded", "ddp"),
-    ("EMA", "sharded", "fsdp"),
-    ("EMA of some steps", "sharded", "ddp"),
-    ("EMA by epoch", "sharded", "ddp"),
+# Averages are cut as their parameters are: one kind shows it under every layout, the others when they average.
+CASES = [
+    *((name, "sharded", layout) for name in ("SWA", "EMA") for layout in LAYOUTS),
+    *((name, "sharded", layout) for name in AVERAGES if name not in ("SWA", "EMA") for layout in ("ddp", "fsdp")),
+    *(("EMA", "full", layout) for layout in ("ddp", "fsdp", "hsdp2x2")),
+    *(("SWA", "full", layout) for layout in ("ddp", "fsdp")),
 ]
-KINDS = [*((name, "sharded") for name in AVERAGES), ("EMA", "full"), ("SWA", "full")]
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "layout"),
-    [
-        case if case in QUICK else long_run(*case)
-        for case in ((name, kind, layout) for name, kind in KINDS for layout in LAYOUTS)
-    ],
+    listed(
+        CASES,
+        ("SWA", "sharded", "ddp"),
+        ("SWA", "sharded", "fsdp"),
+        ("EMA", "sharded", "fsdp"),
+        ("EMA by epoch", "sharded", "ddp"),
+    ),
 )
 def test_averages_of_callbacks(layout: str, name: str, kind: str, tmp_path: Path) -> None:
     if name == "SWA" and layout != "ddp":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from probe import crossed, ddp_and_fsdp, layouts, long_run
+from probe import crossed, ddp_and_fsdp, layouts, listed, long_run
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,26 +30,21 @@ def trained(model: str, layout: str, **options: Any) -> None:
     assert_same_training(Run(model=f"unusual:{model}", **options), ranks, spec)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "Nested",
-        "ThreeNames",
-        "Parametrized",
-        long_run("Shared"),
-        "Hooked",
-        "LateHook",
-        "Compiled",
-        "InConfigureModel",
-        "Marked",
-        "LoRA",
-        "Unfreezing",
-        "LayerDrop",
-        "Listed",
-    ],
+QUICK = (
+    *("Nested", "ThreeNames", "Parametrized", "Hooked", "LateHook", "Marked", "Unfreezing", "LayerDrop", "Listed"),
 )
-@layouts("fsdp")
-def test_structure(model: str, layout: str) -> None:
+LONG = ("Shared", "Compiled", "InConfigureModel", "LoRA")
+
+
+def structures() -> list[Any]:
+    """Each under FSDP and under DDP; the others, which divide what FSDP divides at other times, take turns."""
+    turns = itertools.cycle(["zero1", "zero2", "hsdp2x2"])
+    cases = [(layout, model) for model in (*QUICK, *LONG) for layout in ("fsdp", "ddp", next(turns))]
+    return listed(cases, *(("fsdp", model) for model in QUICK))
+
+
+@pytest.mark.parametrize(("layout", "model"), structures())
+def test_structure(layout: str, model: str) -> None:
     trained(model, layout, steps=2)
 
 
@@ -202,7 +198,7 @@ def test_other_blocks_of_the_same_size_on_each_rank_are_noticed_before_the_optim
 def test_a_mix_up_of_collectives_later_ends_in_an_error_that_names_the_blocks(skip: str) -> None:
     function, message = SKIPS[skip]
     with pytest.raises(RanksFailed, match=f"run the blocks of Skipping differently: data {message}"):
-        run_ranks(2, skip_blocks, "fsdp", function, 4, timeout=6)
+        run_ranks(2, skip_blocks, "fsdp", function, 4, timeout=5)
 
 
 def test_replicated_blocks_may_be_left_out_by_some_ranks() -> None:
@@ -274,7 +270,7 @@ def test_a_penalty_on_whole_parameters(layout: str) -> None:
     trained(model, layout, steps=2)
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("layout", [long_run("zero1"), long_run("zero2"), "fsdp"])
 def test_a_penalty_on_shards_is_refused(layout: str) -> None:
     with pytest.raises(RanksFailed, match=r"the loss is a DTensor: the step of Penalty ") as raised:
         trained("Penalty", layout, steps=2)

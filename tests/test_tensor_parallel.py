@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from probe import long_run, some
+from probe import listed, some
 from tensor_models import KINDS
 
 from lightning_par.testing import run_ranks
@@ -35,14 +36,17 @@ def test_two_ranks(kind: str) -> None:
 SLICES = TWO | {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize("kind", some(KINDS, "nano", "llama"))
+@pytest.mark.parametrize("kind", some(KINDS, "nano"))
 def test_slices_of_the_sequence(kind: str) -> None:
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05), 2, ("TensorParallelStrategy", SLICES))
 
 
+# Both models under FSDP; under the other layouts they take turns.
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", WITH_DATA)
-@pytest.mark.parametrize("kind", ["nano", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("nano", "ddp"), ("llama", "zero1"), ("nano", "zero2"), ("nano", "fsdp"), ("llama", "fsdp"), ("llama", "hsdp")],
+)
 def test_slices_with_the_data_family(kind: str, layout: str) -> None:
     ranks, options = WITH_DATA[layout]
     run = tensor_run(kind, accumulate=2, clip=0.05, host="fabric" if kind == "llama" else "trainer")
@@ -57,30 +61,42 @@ def test_four_ranks(run: Run, sequence_parallel: bool) -> None:
     assert_same_training(run, 4, ("TensorParallelStrategy", options))
 
 
-@pytest.mark.parametrize("host", ["trainer", long_run("fabric")])
-@pytest.mark.parametrize("layout", some(WITH_DATA, "fsdp"))
-@pytest.mark.parametrize("kind", ["nano", long_run("llama")])
+def with_data() -> list[tuple[str, str, str]]:
+    """Every layout in Trainer and Fabric; the models take turns, so that each meets every layout and host."""
+    pairs = itertools.product(enumerate(("trainer", "fabric")), enumerate(WITH_DATA))
+    return [(("llama", "nano")[(i + j) % 2], layout, host) for (i, host), (j, layout) in pairs]
+
+
+@pytest.mark.parametrize(("kind", "layout", "host"), listed(with_data(), ("nano", "fsdp", "trainer")))
 def test_with_the_data_family(kind: str, layout: str, host: str) -> None:
     ranks, options = WITH_DATA[layout]
     assert_same_training(tensor_run(kind, accumulate=2, clip=0.05, host=host), ranks, ("MeshStrategy", TWO | options))
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"activation_checkpointing": "full"},
+    {"loss_parallel": False},
+    {"activation_checkpointing": "selective"},
+    {"compile": "aot_eager"},
+    {"compile": "aot_eager", "activation_checkpointing": "full"},
+    {"cpu_offload": True},
+    {"sequence_parallel": True, "activation_checkpointing": "full"},
+    {"sequence_parallel": True, "activation_checkpointing": "selective"},
+    {"sequence_parallel": True, "loss_parallel": False},
+]
+
+
+# The second model has a norm of slices inside of attention, and casts: what is computed again or compiled sees them.
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"activation_checkpointing": "full"},
-        long_run({"activation_checkpointing": "selective"}),
-        long_run({"compile": "aot_eager"}),
-        long_run({"compile": "aot_eager", "activation_checkpointing": "full"}),
-        long_run({"cpu_offload": True}),
-        {"loss_parallel": False},
-        long_run({"sequence_parallel": True, "activation_checkpointing": "full"}),
-        long_run({"sequence_parallel": True, "activation_checkpointing": "selective"}),
-        long_run({"sequence_parallel": True, "loss_parallel": False}),
-    ],
+    ("kind", "options"),
+    listed(
+        [("nano", options) for options in OPTIONS]
+        + [("qwen3", options) for options in OPTIONS if options.get("activation_checkpointing") == "full"]
+        + [("qwen3", {"cpu_offload": True})],
+        *(("nano", options) for options in OPTIONS[:2]),
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["nano", long_run("qwen3")])
 def test_options_change_no_number(kind: str, options: dict[str, Any]) -> None:
     # A recomputation casts to float32 as the model says; the loss then must too.
     casts = (("in_double", False),) if kind == "qwen3" else ()
@@ -98,15 +114,21 @@ def test_single_precision(kind: str, dp_shard_size: int) -> None:
     assert_same_training(run, 2 * dp_shard_size, ("MeshStrategy", options))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", long_run("bf16-true"), long_run("16-mixed")])
-@pytest.mark.parametrize(("ranks", "options"), [(2, {"dp_shard_size": 1}), long_run(4, {"dp_shard_size": 2})], ids=str)
-@pytest.mark.parametrize("kind", ["nano", long_run("qwen3")])
-def test_low_precision_follows_lightnings_plugin(
-    kind: str, ranks: int, options: dict[str, Any], precision: str
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "data_ranks", "precision"),
+    listed(
+        [
+            (kind, data_ranks, precision)
+            for kind, data_ranks in (("nano", 1), ("qwen3", 2))
+            for precision in ("bf16-mixed", "bf16-true", "16-mixed")
+        ],
+        ("nano", 1, "bf16-mixed"),
+    ),
+)
+def test_low_precision_follows_lightnings_plugin(kind: str, data_ranks: int, precision: str) -> None:
     run = tensor_run(kind, precision=precision, steps=10, losses_only=True)
-    records = run_ranks(ranks, train, run, ranks, ("MeshStrategy", TWO | options))
-    data_ranks = ranks // 2
+    ranks = 2 * data_ranks
+    records = run_ranks(ranks, train, run, ranks, ("MeshStrategy", TWO | {"dp_shard_size": data_ranks}))
     expected = torch.tensor(reference(run, data_ranks).losses).view(-1, data_ranks).mean(1)
     curve = torch.tensor([record.losses for record in records]).mean(0)
     assert expected[-1] < expected[0], "the reference does not learn: a flat curve would prove nothing"
