@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_par.checkpoint.sampler import ResumableSampler
     from lightning_par.errors import ParallelConfigError
     from lightning_par.layout import ParallelLayout
     from lightning_par.parallel.apply import Parallelized, parallelize
@@ -25,6 +26,7 @@ __all__ = [
     "ParallelLayout",
     "ParallelOptions",
     "Parallelized",
+    "ResumableSampler",
     "__version__",
     "parallelize",
 ]
@@ -35,6 +37,7 @@ _HOME = {
     "ParallelLayout": "lightning_par.layout",
     "ParallelOptions": "lightning_par.parallel.options",
     "Parallelized": "lightning_par.parallel.apply",
+    "ResumableSampler": "lightning_par.checkpoint.sampler",
     "parallelize": "lightning_par.parallel.apply",
 }
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.callbacks import CommittedCheckpoint
+from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.examples import data_example
 
@@ -63,6 +64,17 @@ class LightningParCLI(LightningCLI):
             parser_kwargs={"prog": "lightning-par"},
         )
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument(
+                "--resume",
+                type=Literal["auto"] | None,
+                default=None,
+                help="auto: go on from the newest whole checkpoint of the run, or start afresh where there is none",
+            )
+        return parser
+
     def before_instantiate_classes(self) -> None:
         """Look at what the parser cannot know, before any process is started.
 
@@ -81,30 +93,69 @@ class LightningParCLI(LightningCLI):
         """Build data, model and Trainer.
 
         Raises:
-            ParallelConfigError: What a strategy refused, as it said it: the parser would bury it in a list of the types
-                that a strategy may have.
+            ParallelConfigError: What a strategy or callback refused, as it said it: the parser would bury it in a list
+                of the types that it may have.
         """
         refused: list[ParallelConfigError] = []
 
-        def build(strategy_class: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+        def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                return strategy_class(*args, **kwargs)
+                return cls(*args, **kwargs)
             except ParallelConfigError as error:
                 refused.append(error)
                 raise
 
-        self.parser.add_instantiator(build, Strategy, subclasses=True)
+        for kind in (Strategy, pl.Callback):
+            self.parser.add_instantiator(build, kind, subclasses=True)
         try:
             super().instantiate_classes()
         except ValueError:
             if refused:
                 raise refused[0] from None
             raise
+        if self.config[self.subcommand].get("resume") == "auto":
+            resume_automatically(self.trainer)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Name the Trainer methods that are commands, each with the arguments that are not options."""
         return {**LightningCLI.subcommands(), "show": {"model", "datamodule"}}
+
+
+def resume_automatically(trainer: pl.Trainer) -> None:
+    """Let `fit` go on from where the callbacks of a Trainer save.
+
+    Raises:
+        ParallelConfigError: If no callback says where that is.
+    """
+    callbacks = trainer.checkpoint_callbacks
+    for callback in callbacks:
+        if isinstance(callback, CommittedCheckpoint):
+            callback.resume = "auto"
+            return
+    strategy = trainer.strategy
+    places = (getattr(callback, "dirpath", None) for callback in callbacks)
+    directories = [str(place) for place in places if place is not None]
+    problems = Problems()
+    if not directories:
+        problems.add(
+            "--resume auto: no callback says in which directory the run saves",
+            "trainer.callbacks: [{class_path: lightning_par.callbacks.CommittedCheckpoint, init_args: {dirpath: "
+            "checkpoints}}]",
+        )
+    if not isinstance(strategy, MeshStrategy):
+        problems.add(
+            f"--resume auto needs a strategy of lightning_par, and this is {type(strategy).__name__}",
+            "--trainer.strategy par_ddp",
+        )
+    elif strategy.state_dict_type != "sharded":
+        problems.add(
+            "--resume auto looks for checkpoint directories, and with state_dict_type full the run saves files",
+            "state_dict_type: sharded; or --ckpt_path FILE",
+        )
+    problems.raise_if_any()
+    assert isinstance(strategy, MeshStrategy)
+    strategy.resume_from(directories[0], "size")
 
 
 def _refuse_missing_checkpoint(path: Path) -> None:

@@ -6,9 +6,11 @@ import difflib
 import os
 import sys
 
-from lightning_par import __version__
+from lightning_par import __version__, _checkpoint_cli
 from lightning_par.errors import ParallelConfigError
 
+# EX_SOFTWARE of sysexits.h: what starts the job again and again can tell this end from others.
+NO_PROGRESS = 70
 COMMANDS = {
     "fit": "train, with validation and checkpoints",
     "validate": "evaluate on the validation data",
@@ -16,17 +18,24 @@ COMMANDS = {
     "predict": "predict, without returning anything: use a prediction writer callback",
     "show": "say what the strategy would do to the model; trains nothing",
 }
+CHECKPOINT_COMMANDS = {
+    "convert": "turn a checkpoint into a file for plain Lightning, Hugging Face or torch",
+    "inspect": "say what a checkpoint holds and whether it is valid",
+}
 
 _HELP = f"""\
 usage: lightning-par COMMAND --config FILE [--OPTION VALUE ...]
+       lightning-par convert CHECKPOINT --to lightning|safetensors|dcp
+       lightning-par inspect CHECKPOINT
 
 Train an ordinary LightningModule under any parallel layout, described in a Lightning CLI file.
 
 commands:
-{chr(10).join(f"  {name:10}{what}" for name, what in COMMANDS.items())}
+{chr(10).join(f"  {name:10}{what}" for name, what in (COMMANDS | CHECKPOINT_COMMANDS).items())}
 
   lightning-par fit --config examples/nanogpt/fsdp.yaml
   lightning-par fit --config run.yaml --trainer.strategy par_fsdp --trainer.devices 8
+  lightning-par fit --config run.yaml --resume auto  go on after a crash, or start
   lightning-par COMMAND --help                      all options of a command
   lightning-par fit --trainer.strategy.help lightning_par.strategies.FSDP2Strategy
   lightning-par COMMAND --config FILE --print_config    the whole configuration, defaults included
@@ -41,8 +50,9 @@ def main() -> int:
     """Run `lightning-par` on `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 where the command line or the parallel configuration is wrong. Any other error is
-        raised.
+        The exit status: 0; 2 where the command line or the parallel configuration is wrong; 70 where the run was
+        started again and again without a new checkpoint; of `convert` and `inspect` 1 where a checkpoint is not valid.
+        Any other error is raised.
     """
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in ("-h", "--help"):
@@ -54,13 +64,16 @@ def main() -> int:
     if not first:
         print(_HELP, end="", file=sys.stderr)
         return 2
-    if first not in COMMANDS and not first.startswith("-"):
-        near = difflib.get_close_matches(first, COMMANDS, n=1)
+    commands = [*COMMANDS, *CHECKPOINT_COMMANDS]
+    if first not in commands and not first.startswith("-"):
+        near = difflib.get_close_matches(first, commands, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        print(f"lightning-par: no command {first!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"lightning-par: no command {first!r}; {hint}the commands are {', '.join(commands)}", file=sys.stderr)
         return 2
     # A console script starts with its own folder on the path, where the user's modules are not.
     sys.path.insert(0, os.getcwd())
+    if first in CHECKPOINT_COMMANDS:
+        return _checkpoint_cli.run(first, sys.argv[2:])
     return _run()
 
 
@@ -68,12 +81,16 @@ def _run() -> int:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     from lightning_par._lightning_cli import LightningParCLI
+    from lightning_par.checkpoint import NoProgressError
 
     try:
         LightningParCLI()
     except ParallelConfigError as error:
         rank_zero_only(print)(f"lightning-par: {error}", file=sys.stderr)
         return 2
+    except NoProgressError as error:
+        rank_zero_only(print)(f"lightning-par: {error}", file=sys.stderr)
+        return NO_PROGRESS
     return 0
 
 

@@ -18,6 +18,8 @@ from lightning_par.errors import ParallelConfigError, Problem
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/nanogpt/fsdp.yaml"
+# To read the default text takes longer than all that is shown.
+SHORT_TEXT = ("--data.path", "README.md")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -31,10 +33,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         return int(stop.code or 0)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["fitt"], []])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["fitt"], ["convert", "--help"], []])
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     script = (
-        "import sys; from lightning_par.cli import main; main(); "
+        "import sys; from contextlib import suppress; from lightning_par.cli import main\n"
+        "with suppress(SystemExit): main()\n"
         "sys.exit(any(name.split('.')[0] in ('torch', 'lightning', 'jsonargparse') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", script, *arguments], cwd=ROOT, check=True, timeout=60, capture_output=True)
@@ -51,7 +54,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
     assert cli.COMMANDS.keys() == LightningParCLI.subcommands().keys()
-    assert all(f"  {command} " in text for command in cli.COMMANDS)
+    assert all(f"  {command} " in text for command in (*cli.COMMANDS, *cli.CHECKPOINT_COMMANDS))
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +113,7 @@ def test_each_option_of_a_strategy_has_a_type_and_a_help_text(
 
 def test_show_describes_and_trains_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with patch("subprocess.Popen", side_effect=AssertionError("show starts no process")):
-        assert run(monkeypatch, "show", "--config", CONFIG, "--trainer.devices", "4") == 0
+        assert run(monkeypatch, "show", "--config", CONFIG, *SHORT_TEXT, "--trainer.devices", "4") == 0
     text = capsys.readouterr().out
     for words in (
         "world 4",
@@ -141,7 +144,7 @@ def test_show_describes_and_trains_nothing(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_wrong_layout_is_a_message_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], answers: list[str]
 ) -> None:
-    assert run(monkeypatch, "show", "--config", CONFIG, *options) == 2
+    assert run(monkeypatch, "show", "--config", CONFIG, *SHORT_TEXT, *options) == 2
     error = capsys.readouterr().err
     assert "lightning-par: 1 problem in the parallel configuration" in error
     assert "Traceback" not in error
@@ -150,7 +153,8 @@ def test_a_wrong_layout_is_a_message_and_no_traceback(
 
 def test_show_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    assert run(monkeypatch, "show", "--config", CONFIG, "--trainer.accelerator", "gpu", "--trainer.devices", "8") == 0
+    options = ["--trainer.accelerator", "gpu", "--trainer.devices", "8"]
+    assert run(monkeypatch, "show", "--config", CONFIG, *SHORT_TEXT, *options) == 0
     assert "world 8" in capsys.readouterr().out
 
 
@@ -168,6 +172,25 @@ def test_a_missing_checkpoint_is_a_message_before_any_process_starts(
 def test_an_unknown_option_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "fit", "--config", CONFIG, "--trainer.strategy.init_args.tensor_size", "2") == 2
     assert "tensor_size" in capsys.readouterr().err
+
+
+def test_what_a_callback_refuses_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = ["--trainer.callbacks", "lightning_par.callbacks.CommittedCheckpoint"]
+    wrong = ["--trainer.callbacks.every_n_steps", "0", "--trainer.callbacks.keep_last", "0"]
+    assert run(monkeypatch, "fit", "--config", CONFIG, *callback, *wrong) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert "every_n_steps is 0; it is at least 1" in error
+    assert "keep_last is 0; it is at least 1" in error
+
+
+def test_resume_auto_needs_to_know_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "fit", "--config", CONFIG, "--trainer.callbacks", "null", "--resume", "auto") == 2
+    error = capsys.readouterr().err
+    assert "--resume auto: no callback says in which directory the run saves" in error
+    assert "CommittedCheckpoint" in error
 
 
 def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_par.checkpoint import _compat as checkpoint_compat
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.data import _check_classes
@@ -337,3 +340,96 @@ def destroyed_and_made_again() -> None:
 
 def test_dtensor_caches_are_emptied() -> None:
     run_ranks(2, destroyed_and_made_again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.bool])
+def test_torch_save_builds_tensors_of_a_storage(dtype: torch.dtype) -> None:
+    """`Tensor.__reduce_ex__` and `TypedStorage`: `convert` writes the same calls and classes for tensors it has not."""
+    rebuild, kind, rest = checkpoint_compat.rebuilding(dtype)
+    tensor = torch.tensor([0, 1, 1]).to(dtype)
+    its_rebuild, (storage, _, _, _, *its_rest) = tensor.__reduce_ex__(2)
+    its_kind, data, length = checkpoint_compat.storage_parts(storage) or (None, None, 0)
+    assert (rebuild, kind, rest) == (its_rebuild, its_kind, tuple(its_rest))
+    assert isinstance(data, torch.UntypedStorage)
+    assert length == (data.nbytes() if kind is torch.UntypedStorage else 3)
+    assert checkpoint_compat.bytes_of(data) == checkpoint_compat.bytes_of(tensor)
+
+
+class Doubled(DataLoader[Any]):
+    @property
+    def _index_sampler(self) -> Any:
+        return [batch * 2 for batch in lightning_compat.index_sampler(self)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_take_their_indices_from_a_property(workers: int) -> None:
+    options: Any = {"batch_size": 2, "num_workers": workers, "persistent_workers": workers > 0}
+    loader = Doubled(range(4), **options)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 0, 1], [2, 3, 2, 3]]
+    assert lightning_compat.has_workers(loader) == (workers > 0)
+    plain = DataLoader(range(4), **options)
+    assert len(list(plain)) == 2
+    # Workers that persist were started with the indices of the plain one.
+    view = object.__new__(Doubled)
+    view.__dict__ = plain.__dict__
+    lightning_compat.use_index_sampler_of(view)
+    assert [batch.tolist() for batch in view] == [[0, 1, 0, 1], [2, 3, 2, 3]]
+
+
+def test_the_sampler_within_a_distributed_one_of_lightning() -> None:
+    inner = [3, 1, 2]
+    sampler = DistributedSamplerWrapper(inner, num_replicas=2, rank=1, shuffle=False)
+    assert lightning_compat.distributed_over(sampler) is inner
+    assert lightning_compat.distributed_over(inner) is None
+    loader = DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 1))
+    lightning_compat.set_sampler_epoch(loader, 5)
+    assert loader.sampler.epoch == 5
+
+
+class Looked(pl.Callback):
+    """Looks at the loops of a fit where a resume does."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        (loader,) = lightning_compat.training_loaders(trainer)
+        assert len(loader) == 2
+        assert lightning_compat.training_loaders_cycle(trainer)
+        assert len(lightning_compat.validation_loaders(trainer)) == 1
+        assert lightning_compat.reload_epochs(trainer) == [0, 0]
+        assert lightning_compat.fit_progress(trainer)["epoch_loop.batch_progress"]["current"]["ready"] == 0
+        lightning_compat.set_batch_in_epoch(trainer, 1)
+        assert lightning_compat.steps_after_batch(trainer) == (True, False)
+        lightning_compat.set_batch_in_epoch(trainer, 2)
+        assert lightning_compat.steps_after_batch(trainer) == (True, True)
+        lightning_compat.set_batch_in_epoch(trainer, 0)
+        lightning_compat.count_logged_steps(trainer, 7)
+        lightning_compat.go_on_with_monitors(trainer, {"loss": torch.ones(())})
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen[f"step {trainer.global_step}"] = lightning_compat.logged_step(trainer)
+        if trainer.global_step == 1:
+            lightning_compat.end_epoch_without_batch(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen["monitored"] = lightning_compat.monitored_values(trainer)
+        lightning_compat.set_reload_epochs(trainer, [3, 4])
+        self.seen["reloaded"] = lightning_compat.reload_epochs(trainer)
+
+
+def test_loops_of_a_fit_can_be_put_right() -> None:
+    looked = Looked()
+    options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[looked], enable_model_summary=False, **options)
+    data = DataLoader(torch.ones(4, 32), batch_size=2)
+    trainer.fit(BoringModel(), data, data)
+    assert looked.seen["step 1"] == 7
+    assert "step 2" not in looked.seen
+    assert looked.seen["monitored"]["loss"] == 1
+    assert looked.seen["reloaded"] == [3, 4]
+    for begin in (lightning_compat.begin_epoch_afresh, lightning_compat.begin_batches_afresh):
+        trainer.fit_loop.load_state_dict(trainer.fit_loop.state_dict())
+        trainer.fit_loop.epoch_loop.restarting = True
+        begin(trainer)
+        assert not trainer.fit_loop.epoch_loop.restarting

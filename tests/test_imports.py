@@ -20,7 +20,7 @@ ORDER = [
     {"checkpoint", "resilience", "planner"},
     {"strategies", "callbacks"},
     {"testing", "_rank_worker", "losses"},
-    {"cli", "_lightning_cli", "__main__"},
+    {"cli", "_checkpoint_cli", "_lightning_cli", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 NO_LIGHTNING = {"errors", "layout", "blocks", "parallel", "checkpoint", "resilience", "planner"}
@@ -67,6 +67,16 @@ def test_torch_is_not_imported_with_the_package(statement: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_strategies_are_loaded_where_lightning_is_there_already() -> None:
+    code = (
+        "import importlib, sys; sys.modules['lightning.fabric'] = sys; loaded = []; "
+        "importlib.import_module = loaded.append; import lightning_par; "
+        "sys.exit(loaded != ['lightning_par.strategies'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.slow
 def test_names_are_registered_where_lightning_is_there_already() -> None:
     code = (
         "import lightning.fabric, lightning_par; from lightning.fabric.strategies import STRATEGY_REGISTRY as r; "

@@ -20,6 +20,7 @@ from parity import make_trainer
 
 CHANGES: list[tuple[str, str, str, str, bool]] = [
     ("pp", "one process", "full", "decay", False),
+    ("pp x fsdp", "zbv", "sharded", "embedding", True),
     ("zbv", "pp x fsdp", "sharded", "embedding", False),
     ("pp x ddp", "pp", "sharded", "decay", True),
     ("one process", "pp", "full", "decay", False),
@@ -44,20 +45,20 @@ CHANGES: list[tuple[str, str, str, str, bool]] = [
 
 @pytest.mark.parametrize(
     ("there", "here", "kind", "groups", "average"),
-    [change if change in CHANGES[:3] else long_run(*change) for change in CHANGES],
+    [change if change in CHANGES[:2] else long_run(*change) for change in CHANGES],
 )
 def test_training_goes_on_in_another_layout_in_the_middle_of_an_epoch(
     tmp_path: Path, there: str, here: str, kind: str, groups: str, average: bool
 ) -> None:
     saved = run_ranks(ranks_of(there), fit, str(tmp_path), there, kind, groups, average)
-    path = str(tmp_path / "step=6.ckpt")
+    path = str(tmp_path / "step=3.ckpt")
     loaded = run_ranks(ranks_of(here), fit, str(tmp_path / "on"), here, kind, groups, average, path)
     begin, end = ([merged([run[i] for run in runs]) for runs in (saved, loaded)] for i in (0, 1))
     assert_same(begin[0], begin[1])
     assert_same(end[0], end[1], 1e-9)
-    # The metric has seen the 64 tokens of half an epoch on the last stage, and on the others nothing.
+    # The metric has seen the 32 tokens of half an epoch on the last stage, and on the others nothing.
     seen = [int(run[0]["accuracy.tp"] + run[0]["accuracy.fn"]) for run in loaded]
-    assert seen == [64] * ranks_of(here)
+    assert seen == [32] * ranks_of(here)
     for run in loaded:
         assert run[2] == pytest.approx(saved[0][2], rel=1e-9)
 
@@ -240,7 +241,7 @@ def keep_the_best(folder: str, layout: str, kind: str) -> tuple[list[float], lis
     trainer = make_trainer(
         ranks_of(layout),
         strategy_of(layout, **options),
-        max_epochs=3,
+        max_epochs=2,
         precision="64-true",
         callbacks=[saver],
         enable_checkpointing=True,

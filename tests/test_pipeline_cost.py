@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -110,15 +110,21 @@ def test_losses_that_cannot_be_weighed_are_an_error_on_all_stages() -> None:
         assert same
 
 
+@cache
+def measured_by_hand() -> list[Any]:
+    return run_ranks(2, replay.measure_memory, replay.QUICK, replay.by_hand, timeout=30)
+
+
 @pytest.mark.parametrize("build", [replay.replayed, replay.in_fabric])
 def test_a_rank_holds_and_sends_what_stages_by_hand_do(build: Any) -> None:
-    by_hand = run_ranks(2, replay.measure_memory, replay.QUICK, replay.by_hand, timeout=30)
+    by_hand = measured_by_hand()
     ours = run_ranks(2, replay.measure_memory, replay.QUICK, build, timeout=30)
     block = sum(p.numel() * p.element_size() for p in replay.GPT(replay.QUICK).blocks[0].parameters())
     for mine, theirs in zip(ours, by_hand, strict=True):
         assert mine.state == theirs.state
-        # Nothing of the size of a block: batches and what is received.
-        assert mine.beside <= block // 4
+        # Nothing of the size of a block: batches and what is received; and for the place in the epoch two states of the
+        # default generator and of the loader's own.
+        assert mine.beside <= block // 4 + 4 * torch.get_rng_state().nbytes
         assert mine.step <= theirs.step + block // 4
         assert mine.sent == theirs.sent > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -97,9 +98,12 @@ def train_by(name: str | None, host: str, class_name: str | None = None) -> list
     return [isinstance(m, FSDPModule) for m in module.modules() if isinstance(m, Block)]
 
 
-@pytest.mark.parametrize("host", ["trainer", "fabric"])
-@pytest.mark.parametrize(("name", "class_name"), [("par_fsdp", None), (None, "FSDP2Strategy")])
-def test_by_name_and_by_class(name: str | None, class_name: str | None, host: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "host"),
+    crossed(("par_fsdp", None), ("trainer", "fabric"), quick=[("par_fsdp", "fabric"), (None, "trainer")]),
+)
+def test_by_name_and_by_class(name: str | None, host: str) -> None:
+    class_name = None if name else "FSDP2Strategy"
     assert run_ranks(2, train_by, name, host, class_name) == [[True] * 3] * 2
 
 
@@ -370,6 +374,11 @@ def built(how: str, strategy: str, precision: str) -> dict[str, Tensor]:
     return weights(module)
 
 
+@functools.cache
+def built_by_init(strategy: str, precision: str) -> dict[str, Tensor]:
+    return run_ranks(2, built, "init", strategy, precision)[0]
+
+
 @pytest.mark.parametrize("how", ["configure_model", long_run("init"), "empty"])
 @pytest.mark.parametrize(
     ("strategy", "precision"),
@@ -377,8 +386,7 @@ def built(how: str, strategy: str, precision: str) -> dict[str, Tensor]:
 )
 def test_each_way_to_build_gives_the_same_weights(how: str, strategy: str, precision: str) -> None:
     # Drawn in the storage dtype itself, as every `init_module` of Lightning does.
-    want = run_ranks(2, built, "init", strategy, precision)[0]
-    assert_same(run_ranks(2, built, how, strategy, precision)[0], want)
+    assert_same(run_ranks(2, built, how, strategy, precision)[0], built_by_init(strategy, precision))
 
 
 def built_with_fabric(how: str, strategy: str) -> dict[str, Tensor]:

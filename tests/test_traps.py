@@ -17,6 +17,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from probe import crossed
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
@@ -171,7 +172,7 @@ def test_3_one_data_rank_keeps_the_order_of_the_loader() -> None:
 def test_4_workers_are_seeded_by_data_rank(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     strategy = host.MeshStrategy()
-    strategy._mesh = SimpleNamespace(data_rank=3)
+    strategy._mesh = SimpleNamespace(data_rank=3, data_size=4)
     # The Trainer asks the strategy first; Fabric has put its own function there already.
     before = None if host is strategies else partial(pl_worker_init_function, rank=7)
     loader = strategy.process_dataloader(numbers(4, num_workers=1, worker_init_fn=before))
@@ -344,8 +345,10 @@ def trained_with_fabric(early: bool, strategy: str) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.parametrize("strategy", [FSDP, DDP])
-@pytest.mark.parametrize("train", [trained, trained_with_fabric])
+@pytest.mark.parametrize(
+    ("train", "strategy"),
+    crossed((trained, trained_with_fabric), (FSDP, DDP), quick=[(trained, FSDP), (trained_with_fabric, DDP)]),
+)
 def test_12_an_optimizer_from_before_sharding_trains(train: Callable[..., Any], strategy: str) -> None:
     early, late = run_ranks(2, train, True, strategy)[0], run_ranks(2, train, False, strategy)[0]
     initial = dict(Probe().named_parameters())
@@ -413,8 +416,13 @@ def predict(strategy: str, samples: list[int]) -> list[list[int]]:
     return [[sample for batch in batches for sample in batch] for batches in per_loader]
 
 
-@pytest.mark.parametrize("samples", [[5], [4], [5, 3], [2, 7, 3]], ids=str)
-@pytest.mark.parametrize("strategy", [FSDP, DDP])
+@pytest.mark.parametrize(
+    ("samples", "strategy"),
+    crossed(
+        ([5], [4], [5, 3], [2, 7, 3]), (FSDP, DDP), quick=[([4], DDP), ([5, 3], DDP), ([5], FSDP), ([2, 7, 3], FSDP)]
+    ),
+    ids=str,
+)
 def test_15_predictions_are_complete_and_come_once(strategy: str, samples: list[int]) -> None:
     ranks = run_ranks(2, predict, strategy, samples, timeout=20)
     for i, count in enumerate(samples):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.errors import CheckpointError, CheckpointMismatch, checkpoint_error
 from lightning_par.checkpoint.stages import collect, in_order, on_all_stages, union
 from lightning_par.checkpoint.state import (
     load_into_module,
@@ -116,7 +116,7 @@ def load_full_model_state(
     misfits = [tensor_problem(name, template[name], incoming[name].shape) for name in tensors]
     problems = union(on_all_stages(stages, lambda: [problem for problem in misfits if problem]))
     if problems:
-        raise checkpoint_error("the model state does not fit", problems)
+        raise checkpoint_error("the model state does not fit", problems, CheckpointMismatch)
 
     def load() -> tuple[list[str], list[str]]:
         for name in tensors:
@@ -129,7 +129,9 @@ def load_full_model_state(
     # What one stage takes, the others do not know.
     unexpected = [name for name in results[0][1] if all(name in unknown for _, unknown in results)]
     if strict and (missing or unexpected):
-        raise checkpoint_error("the model state does not fit", name_problems("model", missing, unexpected))
+        raise checkpoint_error(
+            "the model state does not fit", name_problems("model", missing, unexpected), CheckpointMismatch
+        )
     return missing, unexpected
 
 
@@ -171,12 +173,12 @@ def _named(label: str, state: Mapping[str, Any], names: list[list[str]]) -> dict
     if [len(ids) for ids in saved] != [len(group) for group in names]:
         sizes_here, sizes_saved = ([len(group) for group in groups] for groups in (names, saved))
         problem = Problem(f"{label} has groups of {sizes_here} parameters here and {sizes_saved} in the file")
-        raise checkpoint_error("the optimizer state does not fit", [problem])
+        raise checkpoint_error("the optimizer state does not fit", [problem], CheckpointMismatch)
     name_of = {i: name for ids, group in zip(saved, names, strict=True) for i, name in zip(ids, group, strict=True)}
     unknown = sorted(state["state"].keys() - name_of.keys(), key=str)
     if unknown:
         problem = Problem(f"{label} has state for parameters that are in no group of the file: {unknown}")
-        raise checkpoint_error("the optimizer state does not fit", [problem])
+        raise checkpoint_error("the optimizer state does not fit", [problem], CheckpointMismatch)
     groups = [dict(group) | {"params": members} for group, members in zip(state["param_groups"], names, strict=True)]
     return {"state": {name_of[i]: values for i, values in state["state"].items()}, "param_groups": groups}
 

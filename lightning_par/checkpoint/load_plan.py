@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.errors import checkpoint_error
+from lightning_par.checkpoint.errors import CheckpointMismatch, checkpoint_error
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.checkpoint.stages import Groups, merge_groups, on_all_stages, union
 from lightning_par.checkpoint.state import (
@@ -119,9 +119,11 @@ class LoadPlan:
     def raise_if_unfit(self, title: str, strict: bool) -> None:
         """Raise with everything that cannot be loaded, or, when strict, that would be left out."""
         if self.misfits:
-            raise checkpoint_error(title, self.misfits + self.differences)
+            raise checkpoint_error(title, self.misfits + self.differences, CheckpointMismatch)
         if strict and self.differences:
-            raise checkpoint_error(f"{title} (strict=False loads what both sides have)", self.differences)
+            raise checkpoint_error(
+                f"{title} (strict=False loads what both sides have)", self.differences, CheckpointMismatch
+            )
 
     def _add_optimizer(
         self, label: str, optimizer: Optimizer, names: Groups, whole: Groups, record: Mapping[str, Any]
@@ -141,9 +143,11 @@ class LoadPlan:
         for name, param, group in named_parameters_of(optimizer, names):
             if name in tensors:
                 state[name] = dict(values[name])
-                self.misfits += state_problems(
-                    name, param, {key: self._stored[f"{prefix}{name}.{key}"].size for key in tensors[name]}
-                )
+                sizes = {key: self._stored[f"{prefix}{name}.{key}"].size for key in tensors[name]}
+                stored_param = self._stored.get(f"model.{name}")
+                # Of a parameter that does not fit itself enough is said.
+                if stored_param is None or stored_param.size == param.shape:
+                    self.misfits += state_problems(name, param, sizes)
             for key in tensors.get(name, ()):
                 stored_name = f"{prefix}{name}.{key}"
                 stored = self._stored[stored_name]

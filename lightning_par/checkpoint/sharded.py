@@ -6,54 +6,55 @@ Files in the directory:
   ``optimizer.<index>.state.<name>.<key>``. Values that are the same on several ranks are stored once.
   Those that were given as `beside` are under ``beside.<name>``.
 - ``meta.pt``: everything else of the optimizers, and the caller's own mapping; written by rank 0 with `torch.save`.
-- ``random_<rank>.pt``: the default random generators of each rank.
+- ``ranks/rank-<rank>.pt``: what each rank keeps for itself, with the state of its default random generators.
+- ``MANIFEST.json``: sizes and checksums of all of them; a directory without it was never committed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import io
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.candidates import agree_on_manifest
+from lightning_par.checkpoint.commit import Facts, commit
+from lightning_par.checkpoint.crash_points import crash_point
+from lightning_par.checkpoint.errors import CheckpointMismatch, checkpoint_error
 from lightning_par.checkpoint.load_plan import LoadPlan, Names
+from lightning_par.checkpoint.manifest import (
+    MANIFEST,
+    META,
+    Manifest,
+    Verify,
+    data_directory,
+    rank_file,
+    read_manifest,
+    read_metadata,
+)
+from lightning_par.checkpoint.prepare import Content, prepare
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.checkpoint.stages import on_all_stages, union
-from lightning_par.checkpoint.state import (
-    load_into_module,
-    name_problems,
-    refuse_dtensors,
-    restore_optimizer,
-    tensor_problem,
-)
+from lightning_par.checkpoint.state import load_into_module, name_problems, restore_optimizer, tensor_problem
+from lightning_par.checkpoint.storage import Storage, StrPath, storage_of
+from lightning_par.checkpoint.writer import ShardReader
 from lightning_par.errors import Problem
 from lightning_par.parallel.random import random_state as current_random_state
 from lightning_par.parallel.random import set_random_state
 from lightning_par.parallel.stages import stages_of
 
 _log = logging.getLogger(__name__)
-
-_META = "meta.pt"
-_FORMAT = "lightning_par-1"
-
-StrPath = str | os.PathLike[str]
 
 
 class LoadedMeta(dict[str, Any]):
@@ -62,12 +63,27 @@ class LoadedMeta(dict[str, Any]):
     Attributes:
         missing: Names that the module or the optimizers have and the checkpoint lacks.
         unexpected: Names that only the checkpoint has.
+        own: What the rank that had the samples of this one has stored for itself; None where as many ranks as there
+            are now did not exist.
+        first: What the first of them has stored.
+        manifest: Of the checkpoint.
     """
 
-    def __init__(self, meta: Mapping[str, Any], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        own: Mapping[str, Any] | None,
+        first: Mapping[str, Any],
+        manifest: Manifest,
+    ) -> None:
         super().__init__(meta)
         self.missing = list(missing)
         self.unexpected = list(unexpected)
+        self.own = own
+        self.first = first
+        self.manifest = manifest
 
 
 def save_sharded(
@@ -78,21 +94,26 @@ def save_sharded(
     random_state: bool = True,
     meta: Mapping[str, Any] | None = None,
     beside: Mapping[str, Tensor] | None = None,
+    about: Mapping[str, Any] | None = None,
+    data_rank: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint directory; collective over `process_group`.
 
-    The directory gets its name when it is complete, by a rename; a file or directory that had the name stays in place
-    until then. A failure on one rank raises on all of them.
+    The directory gets its name when it is complete and on the disk, by a rename; a file or directory that had the name
+    stays in place until then. A failure on one rank raises on all of them.
 
     Args:
-        path: The directory, on a file system that all ranks share.
+        path: The directory, on a file system that all ranks share, or a URL for fsspec.
         model: What `model_state` gave. Tensors that are not DTensors must be equal on all ranks; those of the lowest
             rank are stored.
         optimizers: What `optimizer_state` gave, for each optimizer. Of a pipeline's ranks each gives its own part.
         random_state: Store the state of each rank's random generators too.
         meta: Anything that `torch.save` takes, without DTensors. Rank 0's is stored.
         beside: More tensors, of any layout, which only `load_beside` reads.
+        about: What `about_model` gave, so that `convert` knows tied parameters and configurations.
+        data_rank: Which samples this rank has; the rank itself when None. Ranks of equal `data_rank` have equal random
+            state.
         process_group: The ranks that save together; the default group when None. Without an initialised process group
             this process saves alone.
 
@@ -101,39 +122,36 @@ def save_sharded(
             things, which is left as it is.
     """
     ranks = Ranks.of(process_group)
-    target = _local_path(path)
-    temporary = target.with_name(f".{target.name}.tmp")
+    storage, target = storage_of(path)
+    content = ranks.together(
+        f"cannot write the checkpoint {target}",
+        lambda: content_of(model, optimizers, random_state=random_state, meta=meta, beside=beside, about=about),
+    )
+    prepared = prepare(content, storage, ranks)
+    commit(prepared, storage, target, Facts(ranks.rank if data_rank is None else data_rank), ranks)
+
+
+def content_of(
+    model: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]] = (),
+    *,
+    random_state: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
+    about: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+) -> Content:
+    """Bring what is to be saved into the form of a checkpoint.
+
+    Args:
+        model, optimizers, random_state, meta, beside, about: See `save_sharded`.
+        rank_state: What this rank keeps for itself, besides its random state: plain types and tensors.
+    """
     tensors, record = _split(model, optimizers)
     tensors |= {f"beside.{name}": value for name, value in (beside or {}).items()}
-    record |= {"format": _FORMAT, "world_size": ranks.size, "meta": dict(meta or {})}
-
-    def prepare() -> None:
-        refuse_dtensors(record, "the content of meta.pt")
-        if ranks.rank == 0:
-            _refuse_to_replace_other_things(target)
-            _remove(temporary)
-            temporary.mkdir(parents=True)
-
-    def write_own_files(record: Mapping[str, Any]) -> None:
-        if random_state:
-            torch.save(current_random_state(), temporary / _random_file(ranks.rank))
-        if ranks.rank == 0:
-            torch.save(record, temporary / _META)
-
-    try:
-        ranks.together(f"cannot start the checkpoint {target}", prepare)
-        ranks.together(f"cannot see the directory of the checkpoint {target}", lambda: _check_shared(temporary))
-        _write_tensors(tensors, temporary, ranks)
-        whole = _with_other_stages(record, [list(model), *(state.get("stage") for state in optimizers)], ranks)
-        ranks.together(f"cannot write the checkpoint {target}", lambda: write_own_files(whole))
-        ranks.together(
-            f"cannot name the checkpoint {target}", lambda: _commit(temporary, target) if ranks.rank == 0 else None
-        )
-    except BaseException:
-        if ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                _remove(temporary)
-        raise
+    own = dict(rank_state or {}) | ({"random": current_random_state()} if random_state else {})
+    stage = [list(model), *(state.get("stage") for state in optimizers)]
+    return Content(tensors, record | {"meta": dict(meta or {}), "about": dict(about or {})}, stage, own)
 
 
 def load_sharded(
@@ -144,6 +162,9 @@ def load_sharded(
     strict: bool = True,
     random_state: bool = True,
     weights_only: bool = False,
+    verify: Verify = "size",
+    data_rank: int | None = None,
+    data_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedMeta:
     """Load a directory that `save_sharded` wrote, at any number of ranks and in any layout.
@@ -156,45 +177,57 @@ def load_sharded(
         module: Materialised; its parameters and buffers are written in place.
         optimizers: In the order in which they were saved; none of them is restored when empty.
         strict: Raise where names differ. Otherwise load what both sides have, and say in the result what was left out.
-        random_state: Restore the random generators, if the number of ranks is the one that was saved.
+        random_state: Restore the random generators, if the number of ranks with other samples is the one that was
+            saved: each takes the state of the rank that had its samples.
         weights_only: Refuse classes in ``meta.pt`` other than plain types. The tensors' metadata is a pickle in any
             case, so load only what you trust.
+        verify: What is compared with the manifest first, see `lightning_par.checkpoint.verify`.
+        data_rank, data_size: Which samples this rank has, among how many; rank and number of ranks when None.
         process_group: The ranks that load together; the default group when None.
 
     Returns:
         The saved ``meta``.
 
     Raises:
-        CheckpointError: Lists every name, shape, group and optimizer that does not fit; nothing has been changed then.
+        CheckpointError: If the directory is not a whole checkpoint, on all ranks, with the reason.
+        CheckpointMismatch: Lists every name, shape, group and optimizer that does not fit; nothing has been changed
+            then.
     """
     ranks = Ranks.of(process_group)
-    source = _local_path(path)
+    storage, source = storage_of(path)
     failure = f"cannot load the checkpoint {source}"
     names = Names.of(module, optimizers, ranks, failure)
+    manifest = agree_on_manifest(source, verify, ranks, suggest=True)
+    data = data_directory(storage, source, manifest)
 
-    def prepare() -> tuple[dict[str, Any], LoadPlan]:
-        record = _read_record(source, weights_only)
-        stored = FileSystemReader(source).read_metadata().state_dict_metadata
+    def prepare_load() -> tuple[dict[str, Any], LoadPlan]:
+        record = _read_record(storage, data, weights_only)
+        stored = read_metadata(storage, data).state_dict_metadata
         plan = LoadPlan({name: item for name, item in stored.items() if isinstance(item, TensorStorageMetadata)})
         plan.add_model(module, names, record["model_values"])
         if optimizers:
             plan.add_optimizers(optimizers, names, record["optimizers"])
         return record, plan
 
-    record, plan = ranks.together(failure, prepare)
+    record, plan = ranks.together(failure, prepare_load)
+    crash_point("in_load", ranks.rank)
     plan.misfits = union(on_all_stages(stages_of(module), lambda: plan.misfits))
     ranks.together(failure, lambda: plan.raise_if_unfit(f"the checkpoint {source} does not fit", strict))
-    _read_tensors(plan.targets, source, ranks)
+    states = _RankStates(storage, data, manifest, ranks.size if data_size is None else data_size)
+    own, first = ranks.together(failure, lambda: states.read(ranks.rank if data_rank is None else data_rank))
+    _read_tensors(plan.targets, storage, data, ranks)
     _, unexpected = load_into_module(module, plan.model)
     if strict and unexpected:
         raise checkpoint_error(
-            f"the checkpoint {source} was not loaded as a whole", name_problems("model", [], unexpected)
+            f"the checkpoint {source} was not loaded as a whole",
+            name_problems("model", [], unexpected),
+            CheckpointMismatch,
         )
     for arguments in plan.optimizers:
         restore_optimizer(module, *arguments)
     if random_state:
-        _restore_random_state(source, record["world_size"], ranks)
-    return LoadedMeta(record["meta"], plan.missing, plan.unexpected + unexpected)
+        _restore_random_state(source, own, states)
+    return LoadedMeta(record["meta"], plan.missing, plan.unexpected + unexpected, own, first, manifest)
 
 
 def load_beside(
@@ -205,37 +238,44 @@ def load_beside(
     Raises:
         CheckpointError: If the checkpoint lacks one of them, or if a shape differs.
     """
-    source = _local_path(path)
+    storage, source = storage_of(path)
     ranks = Ranks.of(process_group)
+    manifest = ranks.together(f"cannot load the checkpoint {source}", lambda: read_manifest(source))
+    data = data_directory(storage, source, manifest)
 
     def check() -> None:
-        stored = FileSystemReader(source).read_metadata().state_dict_metadata
+        stored = read_metadata(storage, data).state_dict_metadata
         problems = name_problems("tensors beside the model", [n for n in targets if f"beside.{n}" not in stored], [])
         for name, target in targets.items():
             item = stored.get(f"beside.{name}")
             problem = tensor_problem(name, target, item.size) if isinstance(item, TensorStorageMetadata) else None
             problems += [problem] if problem else []
         if problems:
-            raise checkpoint_error(f"the checkpoint {source} does not fit", problems)
+            raise checkpoint_error(f"the checkpoint {source} does not fit", problems, CheckpointMismatch)
 
     ranks.together(f"cannot load the checkpoint {source}", check)
-    _read_tensors({f"beside.{name}": target for name, target in targets.items()}, source, ranks)
+    _read_tensors({f"beside.{name}": target for name, target in targets.items()}, storage, data, ranks)
 
 
 def read_meta(path: StrPath, *, weights_only: bool = False) -> dict[str, Any]:
     """Return the ``meta`` that was given to `save_sharded`; see `load_sharded` for `weights_only`."""
-    meta: dict[str, Any] = _read_record(_local_path(path), weights_only)["meta"]
+    storage, source = storage_of(path)
+    record = _read_record(storage, data_directory(storage, source, read_manifest(source)), weights_only)
+    meta: dict[str, Any] = record["meta"]
     return meta
 
 
 def remove_checkpoint(path: StrPath) -> None:
     """Remove a checkpoint, file or directory; of a link only the link. Nothing there is no error."""
-    _remove(_local_path(path))
+    storage, source = storage_of(path)
+    storage.discard(source)
 
 
 def is_sharded_checkpoint(path: StrPath) -> bool:
-    """Tell whether `path` is a directory that `save_sharded` completed; does not read its content."""
-    return os.path.isfile(os.path.join(path, _META)) and os.path.isfile(os.path.join(path, ".metadata"))
+    """Tell whether `path` is a directory that holds a checkpoint, or what is left of one; does not read its content."""
+    storage, source = storage_of(path)
+    names = storage.names(source)
+    return MANIFEST in names or META in names
 
 
 def _split(
@@ -253,6 +293,7 @@ def _split(
     records: list[dict[str, Any]] = []
     for i, optimizer in enumerate(optimizers):
         record: dict[str, Any] = {"param_groups": optimizer["param_groups"], "values": {}, "tensors": {}}
+        record["is_ordered"] = optimizer.get("is_ordered", True)
         for name, state in optimizer["state"].items():
             arrays = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             record["tensors"][name] = list(arrays)
@@ -262,50 +303,9 @@ def _split(
     return tensors, {"model_values": model_values, "optimizers": records}
 
 
-def _with_other_stages(record: Mapping[str, Any], part: Any, ranks: Ranks) -> Mapping[str, Any]:
-    """On rank 0, the record with what only other stages of a pipeline have.
-
-    Args:
-        record: Of this rank.
-        part: What tells the stages apart, alike on all ranks of one.
-        ranks: All of them.
-    """
-    digest = hashlib.sha256(repr(part).encode()).hexdigest()
-    digests = [digest] * ranks.size
-    if not ranks.alone:
-        dist.all_gather_object(digests, digest, group=ranks.group)
-    if len(set(digests)) == 1:
-        return record
-    # Of many ranks of a stage one is enough.
-    mine = record if digests.index(digest) == ranks.rank else None
-    told: list[Any] = [None] * ranks.size
-    dist.gather_object(mine, told if ranks.rank == 0 else None, group=ranks.group, group_dst=0)
-    records = [one for one in told if one is not None]
-    if ranks.rank != 0:
-        return record
-    model_values = {name: value for one in records for name, value in one["model_values"].items()}
-    optimizers = [
-        optimizer
-        | {
-            key: {n: v for one in records for n, v in one["optimizers"][i][key].items()}
-            for key in ("tensors", "values")
-        }
-        for i, optimizer in enumerate(record["optimizers"])
-    ]
-    return {**record, "model_values": model_values, "optimizers": optimizers}
-
-
-def _write_tensors(tensors: dict[str, Any], directory: Path, ranks: Ranks) -> None:
-    # Of values that several ranks hold, the lowest one's are stored: buffers that drifted apart stay consistent.
-    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    writer = FileSystemWriter(directory)
-    with _translated(f"cannot write the tensors of the checkpoint {directory}", ranks):
-        save(tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
-
-
-def _read_tensors(targets: dict[str, Any], directory: Path, ranks: Ranks) -> None:
+def _read_tensors(targets: dict[str, Any], storage: Storage, directory: str, ranks: Ranks) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    reader = FileSystemReader(directory)
+    reader = ShardReader(storage, directory)
     with _translated(f"cannot read the tensors of the checkpoint {directory}", ranks):
         load(targets, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
 
@@ -323,70 +323,42 @@ def _translated(failure: str, ranks: Ranks) -> Iterator[None]:
             raise checkpoint_error(failure, causes) from e
 
 
-def _read_record(directory: Path, weights_only: bool) -> dict[str, Any]:
-    if not is_sharded_checkpoint(directory):
-        raise CheckpointError(f"{directory} is not a checkpoint directory: {_META} or .metadata is not in it")
-    record: dict[str, Any] = torch.load(directory / _META, map_location="cpu", weights_only=weights_only)
-    found = record.get("format")
-    if found != _FORMAT:
-        raise CheckpointError(f"{directory} was not written by save_sharded: its format is {found!r}, not {_FORMAT!r}")
+def _read_record(storage: Storage, directory: str, weights_only: bool) -> dict[str, Any]:
+    with storage.open(storage.join(directory, META)) as stream:
+        record: dict[str, Any] = torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=weights_only)
     return record
 
 
-def _restore_random_state(directory: Path, saved_size: int, ranks: Ranks) -> None:
-    file = directory / _random_file(ranks.rank)
-    if saved_size != ranks.size:
-        _log.info("Random state not restored: saved on %d ranks, loaded on %d.", saved_size, ranks.size)
-    elif not file.is_file():
-        _log.info("Random state not restored: %s holds none.", directory)
+class _RankStates:
+    """What the ranks have stored for themselves, by the samples that they had."""
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest, data_size: int) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._manifest = manifest
+        self.saved_size = manifest.data_size
+        self.size = data_size
+
+    def read(self, data_rank: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Return the state of the rank that had the samples of `data_rank`, if as many had others, and that of the
+        first one.
+        """
+        first = self._read(0)
+        if self.saved_size != self.size:
+            return None, first
+        return (first if data_rank == 0 else self._read(data_rank)), first
+
+    def _read(self, data_rank: int) -> dict[str, Any]:
+        name = rank_file(self._manifest.data_ranks.index(data_rank))
+        with self._storage.open(self._storage.join(self._directory, *name.split("/"))) as stream:
+            state: dict[str, Any] = torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
+        return state
+
+
+def _restore_random_state(source: str, own: Mapping[str, Any] | None, states: _RankStates) -> None:
+    if own is None:
+        _log.info("Random state not restored: saved on %d data ranks, loaded on %d.", states.saved_size, states.size)
+    elif "random" not in own:
+        _log.info("Random state not restored: %s holds none.", source)
     else:
-        set_random_state(torch.load(file, weights_only=True))
-
-
-def _random_file(rank: int) -> str:
-    return f"random_{rank:05d}.pt"
-
-
-def _local_path(path: StrPath) -> Path:
-    if "://" in os.fspath(path):
-        raise CheckpointError(f"{path} is a URL; checkpoint directories are written to a mounted file system")
-    return Path(path).absolute()
-
-
-def _check_shared(directory: Path) -> None:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory}, which rank 0 made, is not here: all ranks must share the file system")
-
-
-def _commit(temporary: Path, target: Path) -> None:
-    previous = target.with_name(f".{target.name}.previous")
-    _remove(previous)
-    if os.path.lexists(target):
-        os.rename(target, previous)
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        if os.path.lexists(previous):
-            os.rename(previous, target)
-        raise
-    _remove(previous)
-
-
-def _refuse_to_replace_other_things(target: Path) -> None:
-    """A directory is replaced if it is empty or a checkpoint (of this package, or written by torch)."""
-    if target.is_symlink() or not target.is_dir() or (target / ".metadata").is_file():
-        return
-    content = sorted(os.listdir(target))
-    if content:
-        raise CheckpointError(
-            f"{target} is a directory that holds other things than a checkpoint ({', '.join(content[:3])}, ...), which "
-            "saving would delete. Name the checkpoint itself, for example "
-            f"{target / 'last.ckpt'}."
-        )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        set_random_state(own["random"])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.errors import CheckpointMismatch, checkpoint_error
 from lightning_par.errors import Problem
 from lightning_par.parallel import _compat
 from lightning_par.parallel.stages import Stages
@@ -75,7 +75,7 @@ def merge_groups(
     if len(groups) == 1:
         return groups[0], True
     if len({len(one) for one in groups}) > 1:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{label} has {', '.join(str(len(one)) for one in groups)} parameter groups on the stages of the pipeline, "
             "and which of them belong together cannot be told: keep a group whose parameters are all on other stages, "
             "with an empty list"

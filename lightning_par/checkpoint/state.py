@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.errors import CheckpointError, CheckpointMismatch, checkpoint_error
 from lightning_par.checkpoint.stages import Groups, from_last_stage, merge_groups, on_all_stages, union
 from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor, parameter_names
@@ -104,7 +104,7 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     foreign = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
     if foreign:
         shapes = ", ".join(str(tuple(param.shape)) for param in foreign[:_NAMES_SHOWN])
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{type(optimizer).__name__} holds {len(foreign)} parameters that the module does not own "
             f"(shapes {shapes}). Parallelising a module replaces its parameters: build the optimizer after that."
         )
@@ -131,13 +131,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ``{"state": {name: {key: value}}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}``. Parameters
         without state have no entry. Tensors are shared with the optimizer and keep their layout. Under a pipeline the
         state is that of the rank's own stages and the groups are those of all stages, over whose ranks this is a
-        collective; ``"stage"`` is then the rank in it.
+        collective; ``"stage"`` is then the rank in it, and ``"is_ordered"`` tells whether the parameters in the groups
+        are in the order of an optimizer of the undivided module.
 
     Raises:
         CheckpointError: If a parameter of the optimizer is not the module's, or if some state cannot be saved as one
             value for all ranks.
     """
-    whole, _ = whole_groups(module, optimizer)
+    whole, is_ordered = whole_groups(module, optimizer)
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")} | {"params": names}
         for names, group in zip(whole, optimizer.param_groups, strict=True)
@@ -154,7 +155,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if unowned:
         raise CheckpointError(f"{type(optimizer).__name__} keeps state under {unowned}, which are not parameters.")
     stages = stages_of(module)
-    return {"state": state, "param_groups": groups} | ({} if stages is None else {"stage": stages.group.rank()})
+    of_stage = {} if stages is None else {"stage": stages.group.rank(), "is_ordered": is_ordered}
+    return {"state": state, "param_groups": groups} | of_stage
 
 
 @torch.no_grad()
@@ -186,7 +188,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     problems += group_problems(label, optimizer, whole, state["param_groups"])
     problems += union(on_all_stages(stages_of(module), misfits))
     if problems:
-        raise checkpoint_error("the optimizer state does not fit", problems)
+        raise checkpoint_error("the optimizer state does not fit", problems, CheckpointMismatch)
     placed: dict[str, dict[str, Any]] = {}
     for name, param, group in named_parameters_of(optimizer, names):
         values = state["state"].get(name)

@@ -13,16 +13,24 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import wrappers as fabric_wrappers
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _all_gather_ddp_if_available
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import grads, rank_zero
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -246,3 +254,209 @@ def in_fabric_backward() -> Iterator[None]:
         yield
     finally:
         fabric_wrappers._in_fabric_backward = before
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Make what the Trainer saves; collective."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
+    return checkpoint
+
+
+def resume_instead(trainer: Any, resume: Callable[[], tuple[str, dict[str, Any]] | None]) -> Callable[[], None]:
+    """Let a fit go on from what `resume` gives, if that is something, in the place of the `ckpt_path` of `fit`.
+
+    It is called when Lightning would read that (`_CheckpointConnector.resume_start`, 2.0). What callbacks save and load
+    before, to try something out, has a hidden name.
+
+    Returns:
+        Puts Lightning's own way back.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        if checkpoint_path and os.path.basename(os.fspath(checkpoint_path)).startswith("."):
+            original(checkpoint_path, weights_only)
+            return
+        undo()
+        found = resume()
+        if found is None:
+            original(checkpoint_path, weights_only)
+            return
+        path, checkpoint = found
+        connector._ckpt_path = path
+        connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, path)
+
+    def undo() -> None:
+        connector.__dict__.pop("resume_start", None)
+
+    connector.resume_start = resume_start
+    return undo
+
+
+def is_tuning(trainer: Any) -> bool:
+    """Whether a fit only looks for a rate or a batch size, as those of `Tuner` do (`_early_exit`, 2.0)."""
+    return any(
+        isinstance(callback, LearningRateFinder | BatchSizeFinder) and callback._early_exit
+        for callback in trainer.callbacks
+    )
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader which epoch begins, where they ask for it (`_set_sampler_epoch`, lightning 2.0)."""
+    _set_sampler_epoch(loader, epoch)
+
+
+def distributed_over(sampler: Any) -> Any:
+    """The user's sampler in a `DistributedSamplerWrapper` of Lightning (`dataset._sampler`, 2.0), or None elsewhere."""
+    if not isinstance(sampler, DistributedSamplerWrapper):
+        return None
+    samples: Any = sampler.dataset
+    return samples._sampler
+
+
+def index_sampler(loader: Any) -> Any:
+    """What decides the indices of a loader, whatever its class says (`DataLoader._index_sampler`, torch >= 1.2)."""
+    return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
+
+
+def use_index_sampler_of(loader: Any) -> None:
+    """Let workers that persist take their indices from `loader._index_sampler`, if a look before has started them.
+
+    The loader keeps their iterator in `_iterator`, which asks the `_index_sampler` it was made with (torch >= 1.7).
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        iterator._index_sampler = loader._index_sampler
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether a loader runs workers that persist; making them draws a seed (`DataLoader._iterator`, torch >= 1.7)."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def validation_loaders(trainer: Any) -> list[Any]:
+    """The loaders that a fit validates on; none before they are set up (`_combined_loader`, 2.0)."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the fit loop, one after the other; none before they are set up (`_combined_loader`, 2.0)."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def training_loaders_cycle(trainer: Any) -> bool:
+    """Whether shorter loaders begin again until the longest one ends (`CombinedLoader._mode`, lightning 2.0)."""
+    return bool(trainer.fit_loop._combined_loader._mode == "max_size_cycle")
+
+
+def fit_progress(trainer: Any) -> dict[str, Any]:
+    """What the fit loop puts into a checkpoint about where it is (`_Loop.state_dict`, lightning 2.0)."""
+    loop = trainer.fit_loop
+    return {
+        "epoch_progress": loop.epoch_progress.state_dict(),
+        "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
+        "epoch_loop.val_loop.batch_progress": loop.epoch_loop.val_loop.batch_progress.state_dict(),
+    }
+
+
+def begin_epoch_afresh(trainer: Any) -> None:
+    """Let the fit loop begin an epoch as in a run that goes on, after a load between two epochs.
+
+    With `max_steps` Lightning takes any loaded state for one within an epoch (`_FitLoop.restarting`, 2.6).
+    """
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
+
+
+def begin_batches_afresh(trainer: Any) -> None:
+    """Let the epoch at which a fit resumes begin with its first batch, without what follows a batch."""
+    _Loop.restarting.fset(trainer.fit_loop.epoch_loop, False)  # type: ignore[attr-defined]
+
+
+def steps_after_batch(trainer: Any) -> tuple[bool, bool]:
+    """Whether the batch at which a fit resumes ended an accumulation window, and whether a validation follows it.
+
+    Needs `_should_accumulate`, `_should_check_val_fx` and the fit loop's `_data_fetcher` (lightning 2.6).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    return not loop._should_accumulate(), bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+
+def count_logged_steps(trainer: Any, more: int) -> None:
+    """Correct the step under which the Trainer logs (`_batches_that_stepped`, lightning >= 1.6)."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += more
+
+
+def set_batch_in_epoch(trainer: Any, batches: int) -> None:
+    """Set how many batches of the epoch count as trained (`batch_progress.current`, lightning >= 1.6)."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    current.ready = current.started = current.processed = current.completed = batches
+
+
+def end_epoch_without_batch(trainer: Any) -> None:
+    """Let the epoch at whose last batch a fit resumes end without another one (`_DataFetcher.done`, lightning 2.0)."""
+    fetcher = trainer.fit_loop._data_fetcher
+    fetcher.done = True
+    if hasattr(fetcher, "batches"):
+        fetcher.batches = []
+
+
+def reload_epochs(trainer: Any) -> list[int]:
+    """The epochs in which the loaders for training and validation were made (`_last_*_dl_reload_epoch`, 2.0)."""
+    loop = trainer.fit_loop
+    epochs = (loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
+    return [-1 if epoch == float("-inf") else int(epoch) for epoch in epochs]
+
+
+def set_reload_epochs(trainer: Any, epochs: list[int]) -> None:
+    """Restore what `reload_epochs` gave, so that `reload_dataloaders_every_n_epochs` counts on."""
+    train, val = epochs
+    if train >= 0:
+        trainer.fit_loop._last_train_dl_reload_epoch = train
+    if val >= 0:
+        trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = val
+
+
+def monitored_values(trainer: Any) -> dict[str, Tensor]:
+    """The last values of what callbacks and schedulers monitor, those of a batch that has not quite ended too."""
+    values = trainer.callback_metrics
+    return {name: value.detach().cpu().clone() for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def go_on_with_monitors(trainer: Any, values: dict[str, Tensor]) -> None:
+    """Restore what `monitored_values` gave, and let schedulers use it at the end of the epoch in which a fit resumes.
+
+    Lightning leaves these out in a fit loop that is `restarting` (2.6).
+    """
+    trainer._logger_connector._callback_metrics.update(values)
+    trainer.fit_loop._restarting = False
+
+
+def read_loaders_again(trainer: Any) -> None:
+    """Make the iterators of the training loaders anew (`_FitLoop._data_fetcher`, 2.0)."""
+    iter(trainer.fit_loop._data_fetcher)
+
+
+def begin_epoch_of_callbacks(trainer: Any) -> None:
+    """Let callbacks set up the epoch that a fit resumes within: Lightning calls them only at its begin (2.6).
+
+    Both do nothing twice: the averaging keeps in its state which epochs it has counted.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def end_batch_of_schedulers(trainer: Any) -> None:
+    """Step the schedulers that monitor a value as after a batch (`update_lr_schedulers`, 2.0)."""
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
+def end_epoch_of_schedulers(trainer: Any) -> None:
+    """Step the schedulers that monitor a value as at the end of the last epoch (`update_lr_schedulers`, 2.0)."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    epochs.completed -= 1
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    epochs.completed += 1

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.precision import Precision
@@ -16,9 +17,11 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
+from lightning_par.checkpoint import ResumableSampler
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import apply
 from lightning_par.parallel._compat import map_tensors
@@ -26,7 +29,7 @@ from lightning_par.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
-from lightning_par.strategies import _compat, foreign
+from lightning_par.strategies import _compat, foreign, replay
 from lightning_par.strategies.loaders import spread_evenly
 from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
@@ -37,6 +40,8 @@ from lightning_par.strategies.presets import (
     TensorParallelDefaults,
     ZeRODefaults,
 )
+from lightning_par.strategies.sampler_order import sampler_of
+from lightning_par.strategies.saving import SaveOptions, refuse_wrong_path, save, step_of
 from lightning_par.strategies.shared import MeshShell, make_way
 
 __all__ = [
@@ -63,6 +68,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     @override
     def _init_host(self) -> None:
         self._backward_sync_control = _SyncControl()
+        self._counted_samplers: WeakSet[ResumableSampler] = WeakSet()
 
     # -- what Fabric asks ----------------------------------------------------------------------------------------
 
@@ -110,7 +116,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         # What is shuffled is trained on, and has batches of one size.
         if not getattr(getattr(dataloader, "sampler", None), "shuffle", True):
             spread_evenly(dataloader)
-        return dataloader
+        if isinstance(sampler_of(dataloader), ResumableSampler):
+            self._counted_samplers.add(sampler_of(dataloader))
+        return replay.count(dataloader, self.mesh.data_size, self.mesh.data_rank)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -239,30 +247,69 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save modules, optimizers and other objects; see `lightning.fabric.Fabric.save`."""
+        """Save modules, optimizers, loaders and other objects; see `lightning.fabric.Fabric.save`."""
         path = self.broadcast(path)
         modules, optimizers, rest = _sorted_state(state)
         keep = filter or {}
-        meta = {key: _filtered(key, _plain(value), keep) for key, value in rest.items()}
+        meta = {key: _filtered(key, self._plain(key, value), keep) for key, value in rest.items()}
         if self._state_dict_type == "full":
             for name, module in modules.items():
                 meta[name] = _filtered(name, ckpt.full_model_state(module), keep)
             for name, optimizer in optimizers.items():
                 meta[name] = _filtered(name, ckpt.full_optimizer_state(_container(modules), optimizer), keep)
-            if self.is_global_zero:
-                make_way(path)
-                self.checkpoint_io.save_checkpoint(meta, os.fspath(path), storage_options)
+
+            def write() -> None:
+                if self.is_global_zero:
+                    make_way(path)
+                    self.checkpoint_io.save_checkpoint(meta, os.fspath(path), storage_options)
+
+            ckpt.together(f"cannot write the checkpoint {path}", write)
             return
         container = _container(modules)
-        model = {
-            name: value for name, value in ckpt.model_state(container).items() if _kept(name, value, modules, keep)
-        }
-        ckpt.save_sharded(
+
+        def content() -> ckpt.Content:
+            state = ckpt.model_state(container)
+            return ckpt.content_of(
+                {name: value for name, value in state.items() if _kept(name, value, modules, keep)},
+                [ckpt.optimizer_state(container, optimizer) for optimizer in optimizers.values()],
+                meta=meta,
+                about=ckpt.about_model(container) | {"fabric": {"modules": [*modules], "optimizers": [*optimizers]}},
+            )
+
+        save(
+            self._saver,
+            self.mesh,
             path,
-            model=model,
-            optimizers=[ckpt.optimizer_state(container, optimizer) for optimizer in optimizers.values()],
-            meta=meta,
+            content,
+            SaveOptions(asynchronous=self._async_save),
+            step=step_of(meta),
         )
+
+    def _plain(self, key: str, value: Any) -> Any:
+        """What is stored of an object that is no module and no optimizer."""
+        self._refuse_counted_sampler(key, value)
+        if not callable(getattr(value, "state_dict", None)):
+            return value
+        if isinstance(value, DataLoader):
+            return replay.states_of_ranks(value, self.mesh.group("data"))
+        return value.state_dict()
+
+    def _restore(self, key: str, value: Any, saved: Any) -> None:
+        self._refuse_counted_sampler(key, value)
+        if isinstance(value, DataLoader):
+            mesh = self.mesh
+            replay.load_states_of_ranks(value, saved, mesh.data_size, mesh.data_rank, self.on_lost_place)
+        else:
+            value.load_state_dict(saved)
+
+    def _refuse_counted_sampler(self, key: str, value: Any) -> None:
+        if isinstance(value, ResumableSampler) and value in self._counted_samplers:
+            raise ParallelConfigError(
+                Problem(
+                    f"{key!r} is the sampler of a loader that Fabric has set up, which counts epochs itself",
+                    "put the loader into the state: fabric.save(path, {'loader': loader, ...})",
+                )
+            )
 
     @override
     def load_checkpoint(
@@ -274,6 +321,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     ) -> dict[str, Any]:
         """Restore the objects of `state` in place; returns what else the checkpoint holds (without `state`: all)."""
         path = self.broadcast(path)
+        self._saver.join()
         for handle in self._handles:
             handle.data.reshard()
         if isinstance(state, nn.Module):
@@ -284,7 +332,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if not state:
             if sharded:
                 return ckpt.read_meta(path, weights_only=bool(weights_only))
-            return dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
+            return self._load_file(path, weights_only)
         modules, optimizers, rest = _sorted_state(state)
         if sharded:
             loaded: dict[str, Any] = dict(
@@ -294,10 +342,12 @@ class MeshStrategy(MeshShell, ParallelStrategy):
                     list(optimizers.values()),
                     strict=strict,
                     weights_only=bool(weights_only),
+                    data_rank=self.mesh.data_rank,
+                    data_size=self.mesh.data_size,
                 )
             )
         else:
-            loaded = dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
+            loaded = self._load_file(path, weights_only)
             _require(loaded, [*modules, *optimizers], strict)
             for name, module in modules.items():
                 if name in loaded:
@@ -309,16 +359,29 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         for key, value in rest.items():
             if key in loaded:
                 if callable(getattr(value, "load_state_dict", None)):
-                    value.load_state_dict(loaded.pop(key))
+                    self._restore(key, value, loaded.pop(key))
                 else:
                     state[key] = loaded.pop(key)
         return loaded
 
+    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        refuse_wrong_path(path)
+        return dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
+
     def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         """Load a file that is nothing but a state dict, or the model of a sharded checkpoint."""
         if ckpt.is_sharded_checkpoint(path):
-            return dict(ckpt.load_sharded(path, module, strict=strict, weights_only=bool(weights_only)))
-        weights = self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only)
+            return dict(
+                ckpt.load_sharded(
+                    path,
+                    module,
+                    strict=strict,
+                    weights_only=bool(weights_only),
+                    data_rank=self.mesh.data_rank,
+                    data_size=self.mesh.data_size,
+                )
+            )
+        weights = self._load_file(path, weights_only)
         ckpt.load_full_model_state(module, weights, strict=strict)
         return {}
 
@@ -380,10 +443,6 @@ def _filtered(key: str, value: Any, keep: Mapping[str, Callable[[str, Any], bool
     if key in keep and isinstance(value, dict):
         return {k: v for k, v in value.items() if keep[key](k, v)}
     return value
-
-
-def _plain(value: Any) -> Any:
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
 def _require(loaded: Mapping[str, Any], keys: Any, strict: bool) -> None:

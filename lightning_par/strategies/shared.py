@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader
 
-from lightning_par.checkpoint import is_sharded_checkpoint, remove_checkpoint
+from lightning_par.checkpoint import CheckpointSaver, is_sharded_checkpoint, remove_checkpoint
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import apply
@@ -36,6 +36,7 @@ from lightning_par.parallel.report import explain
 from lightning_par.parallel.shards import full_tensor
 from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
+from lightning_par.strategies.replay import OnLostPlace
 
 if TYPE_CHECKING:
     from lightning_par.parallel.tensor import Example
@@ -113,6 +114,9 @@ class MeshShell:
         example_inputs: Arguments of the model's forward with which a tensor-parallel plan is proven, where the Trainer
             has no data to take them from: a tuple, a mapping or one tensor.
         state_dict_type: Checkpoints as a ``"sharded"`` directory or one ``"full"`` file that plain Lightning loads.
+        async_save: Write sharded checkpoints while training goes on; it waits only until they are copied.
+        on_lost_place: What a resume within an epoch does where a loader cannot find its place again on other ranks:
+            ``"error"``, or ``"restart_epoch"``.
         process_group_backend: Backend of the process group; by default gloo on CPU, NCCL with gloo on GPU.
         timeout: How long a collective may take.
 
@@ -169,6 +173,8 @@ class MeshShell:
         verify: Literal["auto", "always"] = "auto",
         example_inputs: Any = None,
         state_dict_type: StateDictType = "sharded",
+        async_save: bool = False,
+        on_lost_place: OnLostPlace = "error",
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
@@ -198,12 +204,16 @@ class MeshShell:
         self._mixed_precision = mixed_precision
         self._autocast = autocast
         self._state_dict_type = state_dict_type
+        self._async_save = async_save
+        self._saver = CheckpointSaver()
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
         self._mesh: ParallelMesh | None = None
         self._precision_name = "32-true"
         self._handles: list[apply.Parallelized] = []
+        # What a resume does with a loader that cannot find its place in the epoch again on these ranks.
+        self.on_lost_place = on_lost_place
         self._init_host()
 
     def _init_host(self) -> None:
@@ -231,6 +241,16 @@ class MeshShell:
     def policy(self) -> PrecisionPolicy:
         """Dtypes of storage, computation and reduction, from the host's `precision=` and this strategy's options."""
         return resolve_precision(self._precision_name, self._mixed_precision, self._autocast)
+
+    @property
+    def state_dict_type(self) -> StateDictType:
+        """Whether checkpoints are ``"sharded"`` directories or ``"full"`` files."""
+        return self._state_dict_type
+
+    @property
+    def saver(self) -> CheckpointSaver:
+        """Saves the sharded checkpoints; ``saver.wait()``, on all ranks, waits for one that is under way."""
+        return self._saver
 
     @property
     def root_device(self) -> torch.device:
@@ -294,6 +314,10 @@ class MeshShell:
         if self._state_dict_type not in ("sharded", "full"):
             problems.add(
                 f"state_dict_type is {self._state_dict_type!r}; it is 'sharded' or 'full'", "state_dict_type='sharded'"
+            )
+        if self.on_lost_place not in ("error", "restart_epoch"):
+            problems.add(
+                f"on_lost_place is {self.on_lost_place!r}; it is 'error' or 'restart_epoch'", "on_lost_place='error'"
             )
         problems.raise_if_any()
 

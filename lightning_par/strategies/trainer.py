@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -19,8 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +25,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
-from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import tensor
 from lightning_par.parallel.apply import Parallelized, parallelized
 from lightning_par.parallel.batch_norm import synchronise_over
@@ -36,11 +32,12 @@ from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders
+from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders, resumption
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.explicit import explicit_stages
 from lightning_par.strategies.precision import trainer_plugin
-from lightning_par.strategies.shared import MeshShell, make_way, meet
+from lightning_par.strategies.shared import meet
+from lightning_par.strategies.trainer_checkpoints import SavesCheckpoints
 
 if TYPE_CHECKING:
     from lightning_par.strategies.pipelined import PipelinedSteps
@@ -52,7 +49,7 @@ FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_ste
 EXCEPTION_AGREEMENT = timedelta(seconds=10)
 
 
-class MeshStrategy(MeshShell, ParallelStrategy):
+class MeshStrategy(SavesCheckpoints):
     """Trains an unmodified LightningModule under any layout of the axes that work.
 
     The options are those of `MeshShell`.
@@ -69,8 +66,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         self._alone = False
         self._compared_batches: set[str | None] = set()
         self._looked_at = False
-        self._average: averaging.Average | None = None
+        self._average = None
+        self._resume_directory = None
         self._steps: PipelinedSteps | None = None
+        self.resumption = resumption.Resumption(1, 0)
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -193,6 +192,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             self._steps = PipelinedSteps(self.parallelized.pipeline, self.lightning_module, self._step_context)
             self._undo.append(self._steps.undo)
         self._average = averaging.follow(trainer, self.parallelized)
+        self.resumption = resumption.Resumption(self.mesh.data_size, self.mesh.data_rank)
         if self.mesh.data_size == 1:
             self._undo.append(_compat.no_advice_to_synchronise())
         if self.parallelized.holds_shards:
@@ -206,6 +206,9 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             self._looked_at = hooks.look_at_parameters_between_steps(trainer)
             self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
         self.setup_precision_plugin()
+        if fitting and self._resume_directory is not None:
+            go_on = partial(self._go_on, *self._resume_directory)
+            self._undo.append(_compat.resume_instead(trainer, go_on))
 
     @override
     def model_to_device(self) -> None:
@@ -300,6 +303,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         if stage is None or module is None:
             return dataloader
         flag = "allow_zero_length_dataloader_with_multiple_devices"
+        if stage == RunningStage.TRAINING:
+            dataloader = resumption.watch(dataloader, module.trainer)
+        elif stage == RunningStage.VALIDATING:
+            dataloader = resumption.watch_validation(dataloader, module.trainer)
         allow_empty = any(getattr(source, flag, False) for source in (module, module.trainer.datamodule))  # type: ignore[attr-defined]
         return loaders.prepare(
             dataloader,
@@ -308,6 +315,11 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             sharded=self.parallelized.data.sharded,
             allow_empty=allow_empty,
         )
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        resumption.begin(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -406,105 +418,6 @@ class MeshStrategy(MeshShell, ParallelStrategy):
     def on_predict_end(self) -> None:
         self.parallelized.data.finish_evaluation()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state under the names of the unsharded module.
-
-        DTensors with `state_dict_type="sharded"`; otherwise full CPU tensors on rank 0 and nothing elsewhere.
-        """
-        self._before_collective()
-        assert self.lightning_module is not None
-        for handle in self._handles:
-            handle.data.sync_buffers()
-        if self._state_dict_type == "full":
-            return ckpt.full_model_state(self.lightning_module)
-        return ckpt.model_state(self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        assert self.lightning_module is not None
-        if self._state_dict_type == "full":
-            return ckpt.full_optimizer_state(self.lightning_module, optimizer)
-        return ckpt.optimizer_state(self.lightning_module, optimizer)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        full = self._state_dict_type == "full"
-        beside = self._average.prepare_checkpoint(checkpoint, full=full) if self._average is not None else {}
-        if full:
-            path = self.broadcast(filepath)
-            if self.is_global_zero:
-                make_way(path)
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        if storage_options is not None:
-            raise ParallelConfigError(
-                Problem(
-                    "a sharded checkpoint is written by torch, not by a CheckpointIO with storage_options",
-                    "state_dict_type='full'",
-                )
-            )
-        ckpt.save_sharded(
-            self.broadcast(filepath),
-            model=checkpoint.pop("state_dict"),
-            optimizers=checkpoint.pop("optimizer_states", []),
-            meta=checkpoint,
-            beside=beside,
-        )
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(checkpoint_path)
-        weights_only = _compat.requested_weights_only() if weights_only is None else weights_only
-        assert self.lightning_module is not None
-        self.parallelized.data.reshard()
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []
-        if ckpt.is_sharded_checkpoint(path):
-            meta: dict[str, Any] = ckpt.load_sharded(
-                path,
-                self.lightning_module,
-                optimizers,
-                strict=self.lightning_module.strict_loading,
-                weights_only=bool(weights_only),
-            )
-            if fitting and self._average is not None:
-                self._average.restore(path, meta)
-            return meta
-        checkpoint = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-        saved = checkpoint.get("optimizer_states")
-        if saved is not None and fitting and len(saved) != len(optimizers):
-            raise ckpt.CheckpointError(f"{path} holds {len(saved)} optimizers, here are {len(optimizers)}")
-        # Of a file without optimizers Lightning says itself that training cannot go on from it.
-        for optimizer, state in zip(optimizers, saved or [], strict=False):
-            ckpt.load_full_optimizer_state(self.lightning_module, optimizer, state)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # A sharded checkpoint was restored by `load_checkpoint` already.
-        if checkpoint.get("state_dict"):
-            assert self.lightning_module is not None
-            ckpt.load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has restored the optimizers."""
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.is_global_zero:
-            return
-        if os.path.islink(filepath) or ckpt.is_sharded_checkpoint(filepath):
-            ckpt.remove_checkpoint(filepath)
-        else:
-            self.checkpoint_io.remove_checkpoint(filepath)
-
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
@@ -546,6 +459,10 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         """Leave the sharded module where it is and usable; the process group ends with the process."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        interrupted = trainer is not None and _compat.is_interrupted(trainer)
+        self._saver.close(ckpt.GRACE if interrupted else None)
+        self._resume_directory = None
         while self._undo:
             self._undo.pop()()
         self._steps = None

@@ -174,7 +174,9 @@ class Pipeline:
         if count > 1 and self._compared < checks.BATCHES:
             if not self._compared:
                 checks.warn_of_statistics(self.module, count)
-            self._check_weights(step, batch, count)
+            # Only the first batches of a run are compared, and one that resumes has to draw as one that goes on.
+            with random_state_kept():
+                self._check_weights(step, batch, count)
             self._compared += 1
         return self._run(Batch(step, split(batch, count), sizes(size, count), scale, train=True))
 
