@@ -240,10 +240,10 @@ class Searching(Probe):
 def find_rate(layout: str, folder: str, how: str) -> Any:
     """The rates that were tried, the one that was chosen, and the weights of the training that follows."""
     module, options = Searching(), {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
-    finder: Any = LearningRateFinder(num_training_steps=14, **options)
+    finder: Any = LearningRateFinder(num_training_steps=20, **options)
     callbacks = [finder] if how == "callback" else []
     run = trainer(strategy_of(layout), callbacks=callbacks, default_root_dir=folder, max_epochs=2)
-    found = Tuner(run).lr_find(module, num_training=14, **options) if how == "tuner" else None
+    found = Tuner(run).lr_find(module, num_training=20, **options) if how == "tuner" else None
     run.fit(module)
     found = found or finder.optimal_lr
     return found.results["lr"], module.lr, weights(module), run.global_step
