@@ -356,9 +356,11 @@ def _go_to_places(trainer: Any, pending: Pending, loaders: list[Any]) -> None:
             if hasattr(loader, "follower") and state["kind"] == "map":
                 loader.follower.pending_begin = state
         return
-    if trainer.strategy.on_lost_place == "restart_epoch" and _find_lost(pending, loaders):
-        pending.restart = True
-        return
+    if trainer.strategy.on_lost_place == "restart_epoch":
+        # Where one rank begins the epoch again, all of them have to.
+        pending.restart = trainer.strategy.reduce_boolean_decision(_find_lost(pending, loaders), all=False)
+        if pending.restart:
+            return
     if saved is None:
         saved = _of_lightning(pending, loaders)
     for i, (loader, state) in enumerate(zip(loaders, saved, strict=True)):
