@@ -62,8 +62,8 @@ def with_state(module: nn.Module) -> Any:
     return adam
 
 
-def ours(size: Size, asynchronous: bool) -> Save:
-    strategy = fabric_strategies.FSDP2Strategy(async_save=asynchronous)
+def in_fabric(size: Size, strategy: Any, wait: Callable[[], None] = _nothing) -> Save:
+    """A script of Fabric; `wait` waits for what its strategy has begun to save."""
     fabric: Any = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
@@ -72,9 +72,14 @@ def ours(size: Size, asynchronous: bool) -> Save:
 
     def begin(path: str) -> Callable[[], None]:
         fabric.save(path, {"model": model, "optimizer": adam, "step": 1})
-        return strategy.saver.wait
+        return wait
 
     return begin
+
+
+def ours(size: Size, asynchronous: bool) -> Save:
+    strategy = fabric_strategies.FSDP2Strategy(async_save=asynchronous)
+    return in_fabric(size, strategy, strategy.saver.wait)
 
 
 def by_torch(size: Size, asynchronous: bool) -> Save:
@@ -101,18 +106,7 @@ def by_lightning(size: Size) -> Save:
         shard_by_hand(model, mesh["data_parallel"])
         return model
 
-    strategy = ModelParallelStrategy(parallelise, data_parallel_size=RANKS, tensor_parallel_size=1)
-    fabric: Any = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
-    fabric.launch()
-    torch.manual_seed(0)
-    model = fabric.setup_module(GPT(size))
-    adam = fabric.setup_optimizers(with_state(model))
-
-    def begin(path: str) -> Callable[[], None]:
-        fabric.save(path, {"model": model, "optimizer": adam, "step": 1})
-        return _nothing
-
-    return begin
+    return in_fabric(size, ModelParallelStrategy(parallelise, data_parallel_size=RANKS, tensor_parallel_size=1))
 
 
 VARIANTS: dict[str, Callable[[Size], Save]] = {

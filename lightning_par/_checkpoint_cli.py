@@ -123,11 +123,11 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_par.checkpoint import tables
     from lightning_par.checkpoint.describe import describe, list_checkpoints
-    from lightning_par.checkpoint.manifest import verify
-    from lightning_par.checkpoint.reading import NoCheckpointError, looks_like_checkpoint
+    from lightning_par.checkpoint.manifest import is_sharded_checkpoint, verify
+    from lightning_par.checkpoint.reading import NoCheckpointError
 
     path = options.checkpoint
-    if looks_like_checkpoint(path):
+    if is_sharded_checkpoint(path):
         one = describe(path, options.verify)
         valid = not one.problems
         text, data = (lambda: tables.description_text(one)), (lambda: tables.description_data(one))

@@ -19,7 +19,7 @@ from lightning_par.checkpoint.full import (
     load_full_optimizer_state,
 )
 from lightning_par.checkpoint.interval import best_interval
-from lightning_par.checkpoint.manifest import Manifest, Verify, read_manifest, verify
+from lightning_par.checkpoint.manifest import Manifest, Verify, is_sharded_checkpoint, read_manifest, verify
 from lightning_par.checkpoint.prepare import Content
 from lightning_par.checkpoint.ranks import together
 from lightning_par.checkpoint.reading import NoCheckpointError
@@ -29,7 +29,6 @@ from lightning_par.checkpoint.saver import GRACE, CheckpointSaver
 from lightning_par.checkpoint.sharded import (
     LoadedMeta,
     content_of,
-    is_sharded_checkpoint,
     load_beside,
     load_sharded,
     read_meta,

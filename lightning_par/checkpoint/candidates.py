@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -56,6 +56,13 @@ def candidates(directory: StrPath) -> list[Candidate]:
         except (CheckpointError, OSError) as e:
             found.append(Candidate(path, None, str(e)))
     return sorted(found, key=_age, reverse=True)
+
+
+def whole_checkpoints(directory: StrPath) -> Iterator[tuple[str, Manifest]]:
+    """Give the path and the manifest of each candidate whose files have the sizes of its manifest, the newest first."""
+    for path, manifest, _ in candidates(directory):
+        if manifest is not None and not verify_files(path):
+            yield path, manifest
 
 
 def _age(candidate: Candidate) -> tuple[int, int, int, float]:
@@ -136,7 +143,7 @@ def explain_path(path: StrPath) -> str:
     """Say what is meant by a path that is no checkpoint; empty where nothing is known of it."""
     storage, place = storage_of(path)
     if storage.is_directory(place):
-        whole = next((one.path for one in candidates(place) if one.manifest and not verify_files(one.path)), None)
+        whole = next((path for path, _ in whole_checkpoints(place)), None)
         if whole is None:
             return f"{place} is a directory and holds no whole checkpoint"
         return f"{place} is a directory of checkpoints; the newest whole one is {whole}"
@@ -188,7 +195,6 @@ def agree_on_manifest(path: str, level: Verify, ranks: Ranks, *, suggest: bool =
 
 def _beside(path: str) -> str:
     storage, directory = storage_of(path)
-    for one in candidates(storage.parent(directory)):
-        if one.path != directory and one.manifest is not None and not verify_files(one.path):
-            return f". The newest whole one beside it is {one.path}"
-    return ""
+    others = (other for other, _ in whole_checkpoints(storage.parent(directory)) if other != directory)
+    other = next(others, None)
+    return "" if other is None else f". The newest whole one beside it is {other}"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.manifest import MANIFEST, METADATA, Manifest, structural_problems
+from lightning_par.checkpoint.manifest import MANIFEST, META, METADATA, Manifest, structural_problems
 from lightning_par.checkpoint.prepare import Prepared
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.checkpoint.storage import REPLACED, TRASH, FileFacts, Storage
@@ -175,10 +175,10 @@ def _write_own(prepared: Prepared, storage: Storage, attempt: str, facts: Facts,
     results = writer.write_data(prepared.plan, prepared.data).wait()
     files = dict(writer.files)
     for name, content in prepared.files.items():
-        with storage.create(storage.join(attempt, *name.split("/"))) as stream:
+        with storage.create(storage.join(attempt, name)) as stream:
             stream.write(content)
         files[name] = stream.facts
-        crash_point("meta_written" if name.endswith("meta.pt") else "rank_file_written", ranks.rank)
+        crash_point("meta_written" if name == META else "rank_file_written", ranks.rank)
     return _Part(files, results, facts.data_rank)
 
 
@@ -193,7 +193,7 @@ def _index(prepared: Prepared, storage: Storage, attempt: str, facts: Facts, par
     problems += [
         f"{name} has {storage.size(file)} bytes on the disk, {expected.bytes} were written"
         for name, expected in files.items()
-        if storage.size(file := storage.join(attempt, *name.split("/"))) != expected.bytes
+        if storage.size(file := storage.join(attempt, name)) != expected.bytes
     ]
     if problems:
         raise CheckpointError("; ".join(problems))

@@ -93,7 +93,6 @@ def describe(path: StrPath, verify: Verify = "size") -> Description:
     _, directory = storage_of(path)
     problems = compare(path, verify)
     try:
-        manifest = read_manifest(path)
         stored = open_checkpoint(path)
     except (CheckpointError, OSError) as error:
         return Description(directory, tuple(problems or [str(error)]), verify, _manifest(path))
@@ -107,7 +106,7 @@ def describe(path: StrPath, verify: Verify = "size") -> Description:
         directory,
         tuple(problems),
         verify,
-        manifest,
+        stored.manifest,
         epoch if isinstance(epoch, int) else None,
         _facts(stored.under("model."), tied),
         tuple(_facts(one) for one in _optimizers(stored)),
@@ -118,9 +117,9 @@ def describe(path: StrPath, verify: Verify = "size") -> Description:
 
 def list_checkpoints(root: StrPath, verify: Verify = "size") -> list[ListedCheckpoint]:
     """Say which checkpoints are directly in a directory, the newest first; see `describe` for the level."""
-    found = [(one.path, tuple(compare(one.path, verify))) for one in candidates(root)]
-    newest = next((path for path, problems in found if not problems), None)
-    return [ListedCheckpoint(path, problems, _manifest(path), path == newest) for path, problems in found]
+    found = [(one.path, one.manifest, tuple(compare(one.path, verify))) for one in candidates(root)]
+    newest = next((path for path, _, problems in found if not problems), None)
+    return [ListedCheckpoint(path, problems, manifest, path == newest) for path, manifest, problems in found]
 
 
 def _manifest(path: StrPath) -> Manifest | None:

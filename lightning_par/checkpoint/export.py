@@ -16,6 +16,7 @@ import torch
 
 from lightning_par.checkpoint.dcp_directory import write_dcp
 from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
+from lightning_par.checkpoint.full import LOADERS
 from lightning_par.checkpoint.manifest import Verify
 from lightning_par.checkpoint.reading import StoredCheckpoint, StoredTensor, newest_valid, open_checkpoint
 from lightning_par.checkpoint.safetensors_file import check_dtypes, write_safetensors
@@ -33,8 +34,6 @@ _OWN_FILES = {
 }
 # Where Lightning's WeightAveraging keeps the weights with which training goes on.
 _CURRENT = "current_model_state"
-# Where the strategies keep the places of the loaders of the first rank in single files.
-_LOADERS = "lightning_par_loaders"
 
 
 class ExportError(CheckpointError):
@@ -165,7 +164,7 @@ def _lightning(stored: StoredCheckpoint) -> _Plan:
             content["optimizer_states"] = optimizers
     places = stored.rank_state(0).get("loaders")
     if places is not None:
-        content[_LOADERS] = places
+        content[LOADERS] = places
     beside = stored.under("beside.")
     if beside:
         content[_CURRENT] = {**beside, **content.get(_CURRENT, {})}

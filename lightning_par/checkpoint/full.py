@@ -30,6 +30,9 @@ from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor
 from lightning_par.parallel.stages import stages_of
 
+LOADERS = "lightning_par_loaders"
+"""The key of the places of the first data rank's loaders in checkpoints that are one file."""
+
 _NO_ORDER = (
     "a full file numbers the parameters in the order of the groups, and in which order one process would have those of "
     "all stages of the pipeline cannot be told: list them in the order of module.parameters(), or save with "

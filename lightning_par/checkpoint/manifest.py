@@ -10,7 +10,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -53,7 +53,7 @@ class Manifest:
     run: str | None = None
     incarnation: int | None = None
     data: str = ""
-    format: str = field(default=FORMAT)
+    format: str = FORMAT
 
     @property
     def data_size(self) -> int:
@@ -103,6 +103,13 @@ def read_manifest(path: StrPath) -> Manifest:
         raise CheckpointError(_what_it_is(storage, directory))
     with storage.open(file) as stream:
         return parse_manifest(stream.read(), file)
+
+
+def is_sharded_checkpoint(path: StrPath) -> bool:
+    """Tell whether `path` is a directory that holds a checkpoint, or what is left of one; does not read its content."""
+    storage, directory = storage_of(path)
+    names = storage.names(directory)
+    return MANIFEST in names or META in names
 
 
 def verify(path: StrPath, level: Verify = "size", *, share: tuple[int, int] = (0, 1)) -> list[str]:

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from lightning_par.checkpoint.candidates import candidates
 from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
 from lightning_par.checkpoint.manifest import (
-    MANIFEST,
     META,
     Manifest,
     Verify,
     data_directory,
+    is_sharded_checkpoint,
     rank_file,
     read_manifest,
     read_metadata,
@@ -126,7 +126,7 @@ class StoredCheckpoint:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What `model_facts` said of the model; empty where it was not asked."""
+        """What `about_model` said of the model; empty where it was not asked."""
         return self.record.get("about") or {}
 
     def under(self, prefix: str) -> dict[str, StoredTensor]:
@@ -162,12 +162,6 @@ def open_checkpoint(path: StrPath, level: Verify = "none") -> StoredCheckpoint:
     return StoredCheckpoint(directory, manifest, tensors, lambda name: storage.open(storage.join(data, name)))
 
 
-def looks_like_checkpoint(path: StrPath) -> bool:
-    """Whether a directory is a checkpoint, or would be one if its save had come to an end."""
-    storage, directory = storage_of(path)
-    return bool({MANIFEST, META} & set(storage.names(directory)))
-
-
 def newest_valid(path: StrPath, level: Verify) -> tuple[str, dict[str, list[str]]]:
     """Choose a checkpoint: the one given, or the newest valid one of a directory of several.
 
@@ -177,14 +171,14 @@ def newest_valid(path: StrPath, level: Verify) -> tuple[str, dict[str, list[str]
     Raises:
         CheckpointError: If there is none, or none is valid.
     """
-    several = [] if looks_like_checkpoint(path) else [one.path for one in candidates(path)]
+    several = [] if is_sharded_checkpoint(path) else [one.path for one in candidates(path)]
     wrong: dict[str, list[str]] = {}
     for one in several or [storage_of(path)[1]]:
         wrong[one] = verify(one, level)
         if not wrong[one]:
             return one, {other: problems for other, problems in wrong.items() if problems}
     problems = [Problem(f"{one}: {text}" if several else text) for one, found in wrong.items() for text in found]
-    exists = several or looks_like_checkpoint(path)
+    exists = several or is_sharded_checkpoint(path)
     raise checkpoint_error(f"no valid checkpoint in {path}", problems, CheckpointError if exists else NoCheckpointError)
 
 

@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_par.checkpoint.candidates import candidates
+from lightning_par.checkpoint.candidates import candidates, whole_checkpoints
 from lightning_par.checkpoint.commit import remove_abandoned
 from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import NoProgressError, SupersededError
-from lightning_par.checkpoint.manifest import verify
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.checkpoint.storage import StrPath, storage_of
 
@@ -130,11 +129,7 @@ class RunDirectory:
 
     def _superfluous(self, newest: str) -> list[str]:
         """Checkpoints that retention does not keep; only whole ones of steps before that of the newest count."""
-        step_of = {
-            one.path: one.manifest.step
-            for one in candidates(self.path)
-            if one.manifest is not None and one.manifest.step is not None and not verify(one.path)
-        }
+        step_of = {path: manifest.step for path, manifest in whole_checkpoints(self.path) if manifest.step is not None}
         mine = step_of.pop(newest, None)
         if mine is None:
             return []

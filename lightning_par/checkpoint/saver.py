@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from lightning_par.checkpoint.candidates import candidates
+from lightning_par.checkpoint.candidates import whole_checkpoints
 from lightning_par.checkpoint.commit import Facts, commit
 from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import CheckpointError, SupersededError
@@ -254,9 +254,9 @@ class CheckpointSaver:
 def _remove(path: StrPath) -> None:
     storage, target = storage_of(path)
     name = target.rsplit("/", 1)[-1]
-    if not name.startswith(".") and not os.path.islink(target) and storage.is_directory(target) and not verify(target):
-        others = (one for one in candidates(storage.parent(target)) if one.path != target)
-        if not any(one.manifest is not None and not verify(one.path) for one in others):
-            _log.warning("%s is kept: it is the only whole checkpoint of its directory.", target)
-            return
+    visible = not name.startswith(".") and not os.path.islink(target) and storage.is_directory(target)
+    others = (other for other, _ in whole_checkpoints(storage.parent(target)) if other != target)
+    if visible and not verify(target) and next(others, None) is None:
+        _log.warning("%s is kept: it is the only whole checkpoint of its directory.", target)
+        return
     storage.discard(target)

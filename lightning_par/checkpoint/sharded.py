@@ -34,7 +34,6 @@ from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import CheckpointMismatch, checkpoint_error
 from lightning_par.checkpoint.load_plan import LoadPlan, Names
 from lightning_par.checkpoint.manifest import (
-    MANIFEST,
     META,
     Manifest,
     Verify,
@@ -271,13 +270,6 @@ def remove_checkpoint(path: StrPath) -> None:
     storage.discard(source)
 
 
-def is_sharded_checkpoint(path: StrPath) -> bool:
-    """Tell whether `path` is a directory that holds a checkpoint, or what is left of one; does not read its content."""
-    storage, source = storage_of(path)
-    names = storage.names(source)
-    return MANIFEST in names or META in names
-
-
 def _split(
     model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -350,7 +342,7 @@ class _RankStates:
 
     def _read(self, data_rank: int) -> dict[str, Any]:
         name = rank_file(self._manifest.data_ranks.index(data_rank))
-        with self._storage.open(self._storage.join(self._directory, *name.split("/"))) as stream:
+        with self._storage.open(self._storage.join(self._directory, name)) as stream:
             state: dict[str, Any] = torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
         return state
 

@@ -335,17 +335,7 @@ class MeshStrategy(MeshShell, ParallelStrategy):
             return self._load_file(path, weights_only)
         modules, optimizers, rest = _sorted_state(state)
         if sharded:
-            loaded: dict[str, Any] = dict(
-                ckpt.load_sharded(
-                    path,
-                    _container(modules),
-                    list(optimizers.values()),
-                    strict=strict,
-                    weights_only=bool(weights_only),
-                    data_rank=self.mesh.data_rank,
-                    data_size=self.mesh.data_size,
-                )
-            )
+            loaded = self._load_sharded(path, _container(modules), [*optimizers.values()], strict, weights_only)
         else:
             loaded = self._load_file(path, weights_only)
             _require(loaded, [*modules, *optimizers], strict)
@@ -368,19 +358,24 @@ class MeshStrategy(MeshShell, ParallelStrategy):
         refuse_wrong_path(path)
         return dict(self.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only))
 
+    def _load_sharded(
+        self, path: Any, module: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        loaded = ckpt.load_sharded(
+            path,
+            module,
+            optimizers,
+            strict=strict,
+            weights_only=bool(weights_only),
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.data_size,
+        )
+        return dict(loaded)
+
     def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         """Load a file that is nothing but a state dict, or the model of a sharded checkpoint."""
         if ckpt.is_sharded_checkpoint(path):
-            return dict(
-                ckpt.load_sharded(
-                    path,
-                    module,
-                    strict=strict,
-                    weights_only=bool(weights_only),
-                    data_rank=self.mesh.data_rank,
-                    data_size=self.mesh.data_size,
-                )
-            )
+            return self._load_sharded(path, module, [], strict, weights_only)
         weights = self._load_file(path, weights_only)
         ckpt.load_full_model_state(module, weights, strict=strict)
         return {}

@@ -31,8 +31,6 @@ Fit = dict[str, Any]
 # How far the loop was: between two batches; after a step, before the validation that may follow; after that one; at the
 # end of an epoch, before schedulers that monitor something are stepped.
 Done = Literal["batch", "step", "validation", "epoch"]
-KEY = "lightning_par_loaders"
-"""The key of `rank_state` in checkpoints that are one file."""
 
 
 @dataclass

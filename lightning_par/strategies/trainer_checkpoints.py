@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
+from lightning_par.checkpoint.full import LOADERS
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.strategies import _compat, averaging, resumption
 from lightning_par.strategies.saving import SaveOptions, refuse_wrong_path, save
@@ -111,7 +112,7 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
         )
 
     def _save_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        checkpoint[resumption.KEY] = self._places(checkpoint)
+        checkpoint[LOADERS] = self._places(checkpoint)
         if self._average is not None:
             self._average.prepare_checkpoint(checkpoint, full=True)
 
@@ -148,7 +149,7 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
         # Of a file without optimizers Lightning says itself that training cannot go on from it.
         for optimizer, state in zip(optimizers, saved or [], strict=False):
             ckpt.load_full_optimizer_state(self.lightning_module, optimizer, state)
-        first = checkpoint.pop(resumption.KEY, {})
+        first = checkpoint.pop(LOADERS, {})
         if fitting:
             self._go_to_places(checkpoint, first if self.mesh.data_rank == 0 else {}, first)
         return checkpoint
