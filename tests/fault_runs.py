@@ -148,6 +148,7 @@ class Recorder(pl.Callback):
         self.folder = folder
         self.incarnation = incarnation
         self.validations: list[list[float]] = []
+        self.ended = False
 
     def write(self, **entry: Any) -> None:
         line = json.dumps({"incarnation": self.incarnation, **entry}) + "\n"
@@ -170,8 +171,14 @@ class Recorder(pl.Callback):
         self.validations.append([trainer.global_step, float(trainer.callback_metrics["val_loss"])])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.ended = True
         end = {"step": trainer.global_step, "epoch": trainer.current_epoch, "validations": self.validations}
         self.write(end=end | state_digests(trainer, pl_module))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # A start that finds the last checkpoint has nothing left to do, and draws nothing.
+        if not self.ended:
+            self.on_train_end(trainer, pl_module)
 
     # What a checkpoint holds is what the state in it has seen.
 
