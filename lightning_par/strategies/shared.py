@@ -34,6 +34,7 @@ from lightning_par.parallel.precision import MixedPrecision, PrecisionPolicy, re
 from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.parallel.report import explain
 from lightning_par.parallel.shards import full_tensor
+from lightning_par.resilience.control import StepControl
 from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
 from lightning_par.strategies.replay import OnLostPlace
@@ -206,6 +207,7 @@ class MeshShell:
         self._state_dict_type = state_dict_type
         self._async_save = async_save
         self._saver = CheckpointSaver()
+        self._control: StepControl | None = None
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
@@ -251,6 +253,18 @@ class MeshShell:
     def saver(self) -> CheckpointSaver:
         """Saves the sharded checkpoints; ``saver.wait()``, on all ranks, waits for one that is under way."""
         return self._saver
+
+    @property
+    def control(self) -> StepControl:
+        """The collective of each optimizer step in which callbacks tell all ranks what one of them knows."""
+        if self._control is None:
+            self._control = StepControl(timeout=self._timeout)
+        return self._control
+
+    def _close_control(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
 
     @property
     def root_device(self) -> torch.device:

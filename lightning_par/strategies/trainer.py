@@ -462,6 +462,7 @@ class MeshStrategy(SavesCheckpoints):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         interrupted = trainer is not None and _compat.is_interrupted(trainer)
         self._saver.close(ckpt.GRACE if interrupted else None)
+        self._close_control()
         self._resume_directory = None
         while self._undo:
             self._undo.pop()()
