@@ -442,7 +442,7 @@ class Data(pl.LightningDataModule):
 @pytest.mark.parametrize(
     ("callback", "option"),
     [
-        ("lightning_par.callbacks.CommittedCheckpoint", "every_n_steps"),
+        long_run("lightning_par.callbacks.CommittedCheckpoint", "every_n_steps"),
         long_run("lightning.pytorch.callbacks.ModelCheckpoint", "every_n_train_steps"),
     ],
 )

@@ -43,9 +43,7 @@ def matrix() -> list[object]:
     """Every place, in runs of two and four ranks that save while training waits and while it goes on."""
     quick = {
         (2, "sync", "in_shard", 1),
-        (2, "sync", "renamed", 0),
         (2, "async", "shard_written", 1),
-        (2, "async", "manifest_in_place", 0),
         (2, "async", "latest_written", 0),
         (2, "sync", "in_load", 1),
     }

@@ -207,6 +207,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_18_processes_of_torchrun_exit_cleanly(script: Path) -> None:
     with _agent_store(init_group=False) as port:
         processes = [start(script, **_torchrun_environment(rank, 2, port)) for rank in range(2)]

@@ -45,7 +45,7 @@ CHANGES: list[tuple[str, str, str, str, bool]] = [
 
 @pytest.mark.parametrize(
     ("there", "here", "kind", "groups", "average"),
-    [change if change in CHANGES[:2] else long_run(*change) for change in CHANGES],
+    [change if change in CHANGES[1:2] else long_run(*change) for change in CHANGES],
 )
 def test_training_goes_on_in_another_layout_in_the_middle_of_an_epoch(
     tmp_path: Path, there: str, here: str, kind: str, groups: str, average: bool

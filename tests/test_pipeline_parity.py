@@ -91,14 +91,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def products() -> list[tuple[str, str, str]]:
-    """Every layout with every schedule; the models take turns, so that each meets every layout and schedule."""
-    pairs = itertools.product(enumerate(LAYOUTS), enumerate(THREE))
+    """Every layout with two schedules; schedules and models take turns, so that each meets every layout."""
+    pairs = [p for p in itertools.product(enumerate(LAYOUTS), enumerate(THREE)) if (p[0][0] + p[1][0]) % 3 != 2]
     return [(layout, ("nano", "llama")[(i + j) % 2], schedule) for (i, layout), (j, schedule) in pairs]
 
 
 @pytest.mark.parametrize(
     ("layout", "model", "schedule"),
-    listed(products(), ("fsdp", "nano", "1F1B"), ("ddp", "nano", "Interleaved1F1B"), ("tp", "nano", "1F1B")),
+    listed(products(), ("fsdp", "nano", "1F1B"), ("tp", "nano", "1F1B")),
 )
 def test_with_other_axes(layout: str, model: str, schedule: str) -> None:
     ranks, options = LAYOUTS[layout]

@@ -5,6 +5,7 @@ The names of the cases are rows of the fault matrix: B kills in a save, C errors
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -33,7 +34,7 @@ from fault_stories import (
 )
 from faults import Exit, launch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from probe import long_run, some
+from probe import crossed, listed, long_run, some
 
 from checkpoint_runs import assert_same, build, view
 from checkpoint_runs import train as train_steps
@@ -49,8 +50,7 @@ MODES = {"sync": (), "async": ASYNC}
 # -- killed in a step (G) ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", some(range(1, 13), 8))
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "step"), crossed([1, 2], range(1, 13), quick=[(2, 8)]))
 def test_G4_killed_in_any_step(tmp_path: Path, ranks: int, step: int) -> None:
     story = Story(tmp_path, Job(ranks=ranks))
     died(story.run(At(step, "kill", ranks - 1)), ranks - 1)
@@ -76,8 +76,14 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("after", [0, long_run(-1), long_run(1)])
-@pytest.mark.parametrize("name", some(FEATURES, "G5-accumulation-over-epochs", "G6-save-before-validation"))
+BESIDE = [
+    *((name, 0) for name in FEATURES),
+    # The steps beside it differ where there is more than a save: epochs, validations, windows, writers.
+    *((name, after) for name in FEATURES if name.startswith(("G5", "G6")) for after in (-1, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "after"), listed(BESIDE, ("G6-save-before-validation", 0)))
 def test_killed_beside_a_save(tmp_path: Path, name: str, after: int) -> None:
     """In the step at whose end the second checkpoint is saved, in the one before, and in the one after."""
     job = FEATURES[name]
@@ -349,6 +355,7 @@ def test_C14_an_error_in_training_while_a_save_is_under_way(tmp_path: Path, rank
     assert len(ranks) == 1 or story.starts == [0, 6]
 
 
+@pytest.mark.slow
 def test_C19_where_a_run_began_stays_until_it_has_saved(tmp_path: Path) -> None:
     """A new run goes back to an older checkpoint, and keeps one."""
     story = Story(tmp_path, Job(saver=(("keep_last", 9),)))
@@ -406,9 +413,12 @@ SIGNALS = [
 ]
 
 
+# Each waits until the time is over; the ways of saving take turns.
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("action", "point", "ranks"), [pytest.param(*row[1:], id=row[0]) for row in SIGNALS])
+@pytest.mark.parametrize(
+    ("action", "point", "ranks", "mode"),
+    [pytest.param(*row[1:], mode, id=f"{row[0]}-{mode}") for row, mode in zip(SIGNALS, itertools.cycle(MODES))],
+)
 def test_told_to_end_in_a_save(tmp_path: Path, action: str, point: str, ranks: tuple[int, ...], mode: str) -> None:
     """Whether the ranks end by themselves or are killed when the time that they had is over."""
     story = Story(tmp_path, Job(saver=MODES[mode], timeout=5.0))
