@@ -16,7 +16,7 @@ import torch
 
 from lightning_par.checkpoint.dcp_directory import write_dcp
 from lightning_par.checkpoint.errors import CheckpointError, checkpoint_error
-from lightning_par.checkpoint.full import LOADERS
+from lightning_par.checkpoint.full import RANKS
 from lightning_par.checkpoint.manifest import Verify
 from lightning_par.checkpoint.reading import StoredCheckpoint, StoredTensor, newest_valid, open_checkpoint
 from lightning_par.checkpoint.safetensors_file import check_dtypes, write_safetensors
@@ -162,9 +162,9 @@ def _lightning(stored: StoredCheckpoint) -> _Plan:
         # A checkpoint of the weights alone says so by not having these.
         if optimizers or "lr_schedulers" in content:
             content["optimizer_states"] = optimizers
-    places = stored.rank_state(0).get("loaders")
-    if places is not None:
-        content[LOADERS] = places
+    if "loaders" in stored.rank_state(0):
+        data_ranks = stored.manifest.data_ranks
+        content[RANKS] = [stored.rank_state(data_ranks.index(i)) for i in range(max(data_ranks) + 1)]
     beside = stored.under("beside.")
     if beside:
         content[_CURRENT] = {**beside, **content.get(_CURRENT, {})}

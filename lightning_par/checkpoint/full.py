@@ -30,8 +30,8 @@ from lightning_par.errors import Problem
 from lightning_par.parallel.shards import copy_full_into, full_tensor
 from lightning_par.parallel.stages import stages_of
 
-LOADERS = "lightning_par_loaders"
-"""The key of the places of the first data rank's loaders in checkpoints that are one file."""
+RANKS = "lightning_par_ranks"
+"""The key of what each data rank keeps for itself, in their order, in checkpoints that are one file."""
 
 _NO_ORDER = (
     "a full file numbers the parameters in the order of the groups, and in which order one process would have those of "

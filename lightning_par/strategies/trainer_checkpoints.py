@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par import checkpoint as ckpt
-from lightning_par.checkpoint.full import LOADERS
+from lightning_par.checkpoint.full import RANKS
+from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.strategies import _compat, averaging, resumption
 from lightning_par.strategies.saving import SaveOptions, refuse_wrong_path, save
 from lightning_par.strategies.shared import MeshShell, make_way
@@ -112,7 +114,12 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
         )
 
     def _save_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        checkpoint[LOADERS] = self._places(checkpoint)
+        failure = f"cannot write the checkpoint {path}"
+        places = self._places(checkpoint)
+        own = {"random": random_state(), "loaders": places} if places else {}
+        # Ranks of a model group keep the same.
+        kept = dict(Ranks.of(None).gather_to_first(failure, lambda: (self.mesh.data_rank, own)))
+        checkpoint[RANKS] = [kept[data_rank] for data_rank in sorted(kept)]
         if self._average is not None:
             self._average.prepare_checkpoint(checkpoint, full=True)
 
@@ -121,7 +128,7 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
                 make_way(path)
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
-        ckpt.together(f"cannot write the checkpoint {path}", write)
+        ckpt.together(failure, write)
 
     def _places(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Where this rank's loaders are, if training is to go on from a checkpoint."""
@@ -149,9 +156,12 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
         # Of a file without optimizers Lightning says itself that training cannot go on from it.
         for optimizer, state in zip(optimizers, saved or [], strict=False):
             ckpt.load_full_optimizer_state(self.lightning_module, optimizer, state)
-        first = checkpoint.pop(LOADERS, {})
+        ranks = checkpoint.pop(RANKS, None) or [{}]
         if fitting:
-            self._go_to_places(checkpoint, first if self.mesh.data_rank == 0 else {}, first)
+            own = ranks[self.mesh.data_rank] if len(ranks) == self.mesh.data_size else {}
+            if "random" in own:
+                set_random_state(own["random"])
+            self._go_to_places(checkpoint, own.get("loaders", {}), ranks[0].get("loaders", {}))
         return checkpoint
 
     def resume_from(self, directory: str, verify: ckpt.Verify) -> None:
