@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -53,6 +54,8 @@ class Job:
         states: Whether to record what training goes on from.
         timeout: Seconds that a collective may take.
         trainer: More options of the Trainer.
+        pair: Whether there are two optimizers.
+        averaged: Whether a callback averages the weights.
     """
 
     ranks: int = 2
@@ -67,6 +70,8 @@ class Job:
     states: bool = False
     timeout: float = 20.0
     trainer: tuple[tuple[str, Any], ...] = ()
+    pair: bool = False
+    averaged: bool = False
 
 
 class Tiny(pl.LightningModule):
@@ -96,6 +101,31 @@ class Tiny(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Pair(Tiny):
+    """Two optimizers with a schedule each, stepped by hand, the second one in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for i, (optimizer, schedule) in enumerate(zip(self.optimizers(), self.lr_schedulers(), strict=True)):
+            if i == 0 or batch_idx % 2:
+                optimizer.zero_grad()
+                self.manual_backward(loss, retain_graph=True)
+                optimizer.step()
+                schedule.step()
+                loss = super().training_step(batch, batch_idx)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        first, last = [self.first, self.blocks], [self.last]
+        parameters = [[p for module in modules for p in module.parameters()] for modules in (first, last)]
+        optimizers = [torch.optim.AdamW(parameters[0], lr=1e-2), torch.optim.SGD(parameters[1], lr=1e-2, momentum=0.9)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3) for optimizer in optimizers]
 
 
 class Numbers(Dataset[Tensor]):
@@ -266,8 +296,14 @@ def state_digests(trainer: Any, module: Any) -> dict[str, str]:
             for key, value in values.items():
                 optimizers[f"{i}/{name}/{key}"] = full_tensor(value) if isinstance(value, Tensor) else value
         optimizers[f"{i}/groups"] = state["param_groups"]
-    schedules = {str(i): config.scheduler.state_dict() for i, config in enumerate(trainer.lr_scheduler_configs)}
+    schedules: dict[str, Any] = {
+        str(i): config.scheduler.state_dict() for i, config in enumerate(trainer.lr_scheduler_configs)
+    }
+    schedules["scaler"] = trainer.precision_plugin.state_dict()
     parts = {"parameters": parameters, "optimizers": optimizers, "schedules": schedules, "random": random_state()}
+    for callback in trainer.callbacks:
+        if isinstance(callback, EMAWeightAveraging):
+            parts["averages"] = gathered(callback._average_model.state_dict())
     return {name: digest(part) for name, part in parts.items()}
 
 
@@ -344,7 +380,9 @@ def train(job: Job, folder: Path, incarnation: int, ckpt_path: Path | None, call
     options: Any = {"asynchronous": False, "resume": "auto"} | dict(job.saver)
     saver = CommittedCheckpoint(folder / "root", every_n_steps=job.every, **options)
     recorder = Recorder(folder, incarnation)
-    looking = [States(recorder, job.every)] if job.states else []
+    looking: list[pl.Callback] = [States(recorder, job.every)] if job.states else []
+    if job.averaged:
+        looking.append(EMAWeightAveraging(decay=0.9))
     trainer = make_trainer(
         job.ranks,
         strategy,
@@ -359,7 +397,7 @@ def train(job: Job, folder: Path, incarnation: int, ckpt_path: Path | None, call
     np.random.seed(3)
     torch.manual_seed(3)
     val = DataLoader(Numbers(), batch_size=10) if "val_check_interval" in dict(job.trainer) else None
-    trainer.fit(Tiny(), loader_of(job), val, ckpt_path=ckpt_path)
+    trainer.fit(Pair() if job.pair else Tiny(), loader_of(job), val, ckpt_path=ckpt_path)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,9 @@ FEATURES = {
     "G4-hsdp": Job(ranks=4, strategy="HSDPStrategy", options=(("dp_shard_size", 2),), timeout=40.0),
     "G4-checksums": Job(saver=(("verify", "checksum"),)),
     "G4-clipping": Job(trainer=(("gradient_clip_val", 0.1),)),
+    "G14-averages": Job(averaged=True),
+    "G14-two-optimizers": Job(pair=True, steps=18),
+    "G14-scaler": Job(trainer=(("precision", "16-mixed"),)),
 }
 
 
