@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from lightning_par.testing import run_ranks
 from models import MODELS, loader
 
 BATCH = 2
+# What callbacks write beside a run.
+_SCRATCH = tempfile.TemporaryDirectory()
 LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]]]] = {
     "ddp": (2, ("DataParallelStrategy", {})),
     "zero1": (2, ("ZeROStrategy", {"stage": 1})),
@@ -157,6 +160,7 @@ def make_trainer(devices: int, strategy: Any, **options: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
+        "default_root_dir": _SCRATCH.name,
     }
     if options.get("precision") == "16-mixed":
         # The flag alone becomes bf16-mixed on CPU. The scale is small enough that no layout overflows by itself.
