@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 
-from lightning_par import __version__, _checkpoint_cli
+from lightning_par import __version__, _checkpoint_cli, _report_cli
 from lightning_par.errors import ParallelConfigError
 
 # EX_SOFTWARE of sysexits.h: what starts the job again and again can tell this end from others.
@@ -22,16 +22,20 @@ CHECKPOINT_COMMANDS = {
     "convert": "turn a checkpoint into a file for plain Lightning, Hugging Face or torch",
     "inspect": "say what a checkpoint holds and whether it is valid",
 }
+RUN_COMMANDS = {
+    "report": "say what happened in a run, on a page or in the terminal",
+}
 
 _HELP = f"""\
 usage: lightning-par COMMAND --config FILE [--OPTION VALUE ...]
        lightning-par convert CHECKPOINT --to lightning|safetensors|dcp
        lightning-par inspect CHECKPOINT
+       lightning-par report RUN_DIR --html FILE
 
 Train an ordinary LightningModule under any parallel layout, described in a Lightning CLI file.
 
 commands:
-{chr(10).join(f"  {name:10}{what}" for name, what in (COMMANDS | CHECKPOINT_COMMANDS).items())}
+{chr(10).join(f"  {name:10}{what}" for name, what in (COMMANDS | CHECKPOINT_COMMANDS | RUN_COMMANDS).items())}
 
   lightning-par fit --config examples/nanogpt/fsdp.yaml
   lightning-par fit --config run.yaml --trainer.strategy par_fsdp --trainer.devices 8
@@ -64,7 +68,7 @@ def main() -> int:
     if not first:
         print(_HELP, end="", file=sys.stderr)
         return 2
-    commands = [*COMMANDS, *CHECKPOINT_COMMANDS]
+    commands = [*COMMANDS, *CHECKPOINT_COMMANDS, *RUN_COMMANDS]
     if first not in commands and not first.startswith("-"):
         near = difflib.get_close_matches(first, commands, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -74,6 +78,8 @@ def main() -> int:
     sys.path.insert(0, os.getcwd())
     if first in CHECKPOINT_COMMANDS:
         return _checkpoint_cli.run(first, sys.argv[2:])
+    if first in RUN_COMMANDS:
+        return _report_cli.run(sys.argv[2:])
     return _run()
 
 

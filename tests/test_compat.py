@@ -31,6 +31,7 @@ from lightning_par.checkpoint import _compat as checkpoint_compat
 from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.data import _check_classes
+from lightning_par.resilience import _compat as resilience_compat
 from lightning_par.strategies import _compat as lightning_compat
 from lightning_par.testing import run_ranks
 
@@ -433,3 +434,30 @@ def test_loops_of_a_fit_can_be_put_right() -> None:
         trainer.fit_loop.epoch_loop.restarting = True
         begin(trainer)
         assert not trainer.fit_loop.epoch_loop.restarting
+
+
+def waits_seen() -> list[str]:
+    original, seen = dist.Work.wait, []
+    undo = resilience_compat.around_waits(lambda: seen.append("before"), lambda token: seen.append("after"))
+    dist.all_reduce(torch.ones(1))
+    undo()
+    dist.all_reduce(torch.ones(1))
+    assert dist.Work.wait is original
+    return seen
+
+
+def test_work_wait_is_where_collectives_wait() -> None:
+    assert run_ranks(1, waits_seen) == [["before", "after"]]
+
+
+def test_the_training_loop_says_when_it_fetches_and_bars_show_what_they_are_given() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    fetched: list[int] = []
+    undo = lightning_compat.before_fetch(trainer, lambda: fetched.append(trainer.global_step))
+    trainer.fit(BoringModel())
+    undo()
+    assert fetched[:3] == [0, 1, 2]
+    lightning_compat.show_in_progress_bar(trainer, {"tokens/s": 3.0})
+    assert trainer.progress_bar_metrics["tokens/s"] == 3.0
+    assert "_on_before_fetch" not in vars(trainer.fit_loop.epoch_loop)

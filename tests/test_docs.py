@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_par import strategies
@@ -16,6 +21,9 @@ from lightning_par.parallel import capabilities
 from lightning_par.parallel.apply import check
 from lightning_par.parallel.options import ParallelOptions
 from lightning_par.parallel.precision import dtype_table, resolve_precision
+from lightning_par.resilience.events import read_events
+from lightning_par.strategies import fabric as fabric_strategies
+from lightning_par.testing import run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -116,3 +124,26 @@ def test_each_line_about_existing_modules_names_tests_that_exist() -> None:
 def test_strategies_are_none_of_lightnings() -> None:
     assert not issubclass(strategies.MeshStrategy, DDPStrategy)
     assert issubclass(strategies.DataParallelStrategy, strategies.MeshStrategy)
+
+
+def run_loop(code: str, run_dir: str) -> Any:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=fabric_strategies.DataParallelStrategy())
+    fabric.launch()
+    bare = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), 0.1))
+    names = {"fabric": fabric, "model": model, "optimizer": optimizer, "run_dir": run_dir, "nullcontext": nullcontext}
+    wait = dist.Work.wait
+    exec(code, names | {"loader": [torch.ones(3, 4) for _ in range(10)]}, names)
+    assert dist.Work.wait is wait
+    return names["report"]
+
+
+def test_the_loop_of_the_page_about_monitoring_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "monitoring.md").read_text(), re.S)
+    (loop,) = (block for block in blocks if "StepTimer" in block)
+    report, other = run_ranks(2, run_loop, loop, str(tmp_path))
+    assert report == other
+    assert report.per_second * report.step_seconds == pytest.approx(2 * 3)
+    # The first Linear needs no gradient of its input.
+    assert report.tflops * 1e12 / (report.per_second / 2) == 2 * (4 * 4 * 2 + 4 * 1 * 3)
+    assert [event["kind"] for event in read_events(tmp_path)] == ["step"]

@@ -20,7 +20,7 @@ ORDER = [
     {"checkpoint", "resilience", "planner"},
     {"strategies", "callbacks"},
     {"testing", "_rank_worker", "losses"},
-    {"cli", "_checkpoint_cli", "_lightning_cli", "__main__"},
+    {"cli", "_checkpoint_cli", "_report_cli", "_lightning_cli", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 NO_LIGHTNING = {"errors", "layout", "blocks", "parallel", "checkpoint", "resilience", "planner"}

@@ -3,5 +3,7 @@
 from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
 from lightning_par.callbacks.memory_monitor import MemoryMonitor
 from lightning_par.callbacks.rank_zero_logger import RankZeroLogger
+from lightning_par.callbacks.straggler_monitor import StragglerMonitor
+from lightning_par.callbacks.throughput_monitor import ThroughputMonitor
 
-__all__ = ["CommittedCheckpoint", "MemoryMonitor", "RankZeroLogger"]
+__all__ = ["CommittedCheckpoint", "MemoryMonitor", "RankZeroLogger", "StragglerMonitor", "ThroughputMonitor"]

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
+from lightning_par.resilience.events import EventLog
 from lightning_par.strategies import MeshStrategy, _compat
 from lightning_par.strategies.saving import SaveOptions
 
@@ -204,7 +205,7 @@ class CommittedCheckpoint(Checkpoint):
             when_busy="skip" if asynchronous else "wait",
             may_fail=may_fail,
             may_commit=directory.refuse_if_superseded,
-            committed=partial(directory.committed, path),
+            committed=partial(self._committed, directory, path, trainer, asynchronous),
             incarnation=directory.start,
         )
         self._tried_step, self._tried_at = trainer.global_step, time.monotonic()
@@ -218,6 +219,14 @@ class CommittedCheckpoint(Checkpoint):
                 f"No checkpoint of step {trainer.global_step}: the one before is still being written. Save less often; "
                 "how many more are left out is said at the end."
             )
+
+    def _committed(self, directory: RunDirectory, path: str, trainer: pl.Trainer, asynchronous: bool) -> None:
+        """Follow a commit on the first rank; an asynchronous one in the thread that writes."""
+        directory.committed(path)
+        saver = trainer.strategy.saver  # type: ignore[attr-defined]
+        blocked = saver.blocked if asynchronous else saver.written
+        step = int(path.rpartition("-")[2])
+        EventLog(trainer.default_root_dir).write("checkpoint", step, path=path, blocked=blocked, written=saver.written)
 
     # -- end -----------------------------------------------------------------------------------------------------
 

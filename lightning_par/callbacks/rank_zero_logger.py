@@ -94,7 +94,7 @@ class RankZeroLogger(Callback):
         # A step may count by more than one (several optimizers) and may go back (a rewind).
         if not self.every_n_steps or step // self.every_n_steps == before // self.every_n_steps:
             return
-        metrics = {"loss": _loss(trainer, pl_module, outputs), **_learning_rates(trainer), **_metrics(trainer)}
+        metrics = {"loss": loss_of_batch(trainer, pl_module, outputs), **_learning_rates(trainer), **_metrics(trainer)}
         self._print(trainer, "", metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +130,8 @@ def _learning_rates(trainer: Trainer) -> dict[str, float | None]:
     return {f"lr-{i}": _number(rate) for i, rate in enumerate(rates)}
 
 
-def _loss(trainer: Trainer, pl_module: LightningModule, outputs: Any) -> float | None:
+def loss_of_batch(trainer: Trainer, pl_module: LightningModule, outputs: Any) -> float | None:
+    """The loss that a training step returned, on this rank; None where it returned none."""
     loss = _number(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
     # In automatic optimization Lightning hands the loss over as it is accumulated.
     scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

@@ -125,10 +125,12 @@ class CheckpointSaver:
         if asynchronous:
             self._finish_at_exit()
             self._thread = threading.Thread(target=write, name="checkpoint writer", daemon=True)
+            # Before the thread begins, so that `committed` can read it.
+            self.blocked = time.monotonic() - began
             self._thread.start()
         else:
             write()
-        self.blocked = time.monotonic() - began
+            self.blocked = time.monotonic() - began
         if not asynchronous and self._error is not None and not may_fail:
             self._untold, self._failures = None, 0
             raise self._error

@@ -177,6 +177,28 @@ def logged_step(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def before_fetch(trainer: Any, callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` each time before a training batch is fetched (`_TrainingEpochLoop._on_before_fetch`, 2.0).
+
+    Returns:
+        Puts Lightning's own method back.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._on_before_fetch
+
+    def fetch() -> None:
+        callback()
+        original()
+
+    loop._on_before_fetch = fetch
+    return lambda: loop.__dict__.pop("_on_before_fetch", None) and None
+
+
+def show_in_progress_bar(trainer: Any, values: dict[str, Any]) -> None:
+    """Let progress bars show values until others take their place (`_LoggerConnector._progress_bar_metrics`, 1.5)."""
+    trainer._logger_connector._progress_bar_metrics.update(values)
+
+
 def default_store() -> Any:
     """The key-value store of the default process group (`_get_default_store`, torch >= 1.8)."""
     return dist.distributed_c10d._get_default_store()
