@@ -6,6 +6,7 @@ one function to mend.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -461,3 +462,44 @@ def test_the_training_loop_says_when_it_fetches_and_bars_show_what_they_are_give
     lightning_compat.show_in_progress_bar(trainer, {"tokens/s": 3.0})
     assert trainer.progress_bar_metrics["tokens/s"] == 3.0
     assert "_on_before_fetch" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def own_store_and_flight_recorder() -> tuple[bool, list[dict[str, Any]]]:
+    store = resilience_compat.own_connection()
+    assert store is not None
+    shared = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("of resilience", "told")
+    dist.barrier()
+    value = store.get("of resilience")
+    group = dist.new_group([0, 1], backend="gloo", group_desc="ours")
+    dist.all_reduce(torch.ones(3), group=group)
+    if dist.get_rank() == 0:
+        # No peer comes: it is called and not over.
+        dist.broadcast(torch.ones(2, 2), 0, group=group, async_op=True)
+    # Of the first call, which another thread notes as over.
+    found: list[dict[str, Any]] = []
+    while not found or not found[0]["over"]:
+        found = [g for g in resilience_compat.collectives(resilience_compat.flight_records()) if g["about"] == "ours"]
+    return value == b"told" and store is not shared, found
+
+
+def test_the_store_gives_a_second_connection_and_the_flight_recorder_tells_what_is_not_over() -> None:
+    (own_0, of_0), (own_1, of_1) = run_ranks(2, own_store_and_flight_recorder)
+    assert own_0
+    assert own_1
+    assert (of_1[0]["ranks"], of_1[0]["called"], of_1[0]["over"]) == ([0, 1], 1, 1)
+    assert of_0[0]["calls"] == {"1": "all_reduce [3] Float", "2": "broadcast [2, 2] Float"}
+    assert of_0[0]["name"] == of_1[0]["name"]
+    assert of_0[0]["called"] == 2
+
+
+def test_without_a_flight_recorder_nothing_is_told() -> None:
+    module = torch._C._distributed_c10d
+    names = [name for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(module, name)]
+    with contextlib.ExitStack() as without:
+        for name in names:
+            without.enter_context(mock.patch.object(module, name, None))
+        assert resilience_compat.flight_records() == []
+    assert resilience_compat.collectives([]) == []
+    assert resilience_compat.collectives(['{"version": "0"}']) == []

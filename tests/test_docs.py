@@ -145,5 +145,5 @@ def test_the_loop_of_the_page_about_monitoring_runs(tmp_path: Path) -> None:
     assert report == other
     assert report.per_second * report.step_seconds == pytest.approx(2 * 3)
     # The first Linear needs no gradient of its input.
-    assert report.tflops * 1e12 / (report.per_second / 2) == 2 * (4 * 4 * 2 + 4 * 1 * 3)
+    assert report.tflops * 1e12 / (report.per_second / 2) == pytest.approx(2 * (4 * 4 * 2 + 4 * 1 * 3))
     assert [event["kind"] for event in read_events(tmp_path)] == ["step"]

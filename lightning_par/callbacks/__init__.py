@@ -3,7 +3,15 @@
 from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
 from lightning_par.callbacks.memory_monitor import MemoryMonitor
 from lightning_par.callbacks.rank_zero_logger import RankZeroLogger
+from lightning_par.callbacks.stall_watchdog import StallWatchdog
 from lightning_par.callbacks.straggler_monitor import StragglerMonitor
 from lightning_par.callbacks.throughput_monitor import ThroughputMonitor
 
-__all__ = ["CommittedCheckpoint", "MemoryMonitor", "RankZeroLogger", "StragglerMonitor", "ThroughputMonitor"]
+__all__ = [
+    "CommittedCheckpoint",
+    "MemoryMonitor",
+    "RankZeroLogger",
+    "StallWatchdog",
+    "StragglerMonitor",
+    "ThroughputMonitor",
+]

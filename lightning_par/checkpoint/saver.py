@@ -40,12 +40,14 @@ class CheckpointSaver:
     Attributes:
         blocked: Seconds that the last save kept training waiting.
         written: Seconds from the begin of the last save that was committed to its commit.
+        during: What runs around that which keeps training waiting; for whoever watches training.
     """
 
     def __init__(self, *, max_failed_saves: int = 3, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.max_failed_saves = max_failed_saves
         self.blocked = 0.0
         self.written = 0.0
+        self.during: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._timeout = timeout
         self._asking: Ranks | None = None
         self._writing: Ranks | None = None
@@ -166,7 +168,8 @@ class CheckpointSaver:
             CheckpointError: If too many have failed, or a rank is gone.
         """
         if self._thread is not None:
-            self._thread.join()
+            with self.during():
+                self._thread.join()
             self._thread = None
         self._raise_if_too_many()
 

@@ -47,16 +47,17 @@ def save(
 ) -> bool:
     """Save a sharded checkpoint; collective. Returns whether a save was begun."""
     facts = Facts(mesh.data_rank, step, asdict(mesh.layout), run, options.incarnation)
-    return saver.save(
-        path,
-        content,
-        facts,
-        asynchronous=options.asynchronous,
-        when_busy=options.when_busy,
-        may_fail=options.may_fail,
-        may_commit=options.may_commit,
-        committed=options.committed,
-    )
+    with saver.during():
+        return saver.save(
+            path,
+            content,
+            facts,
+            asynchronous=options.asynchronous,
+            when_busy=options.when_busy,
+            may_fail=options.may_fail,
+            may_commit=options.may_commit,
+            committed=options.committed,
+        )
 
 
 def step_of(meta: Mapping[str, Any]) -> int | None:
