@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +14,63 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
+from lightning_par import callbacks as our_callbacks
 from lightning_par.callbacks import CommittedCheckpoint
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.examples import data_example
+
+
+@dataclass
+class Defaults:
+    """Callbacks that `fit` adds where the strategy is one of lightning_par; one of the same class in
+    `trainer.callbacks` takes the place of the default.
+
+    Args:
+        rank_zero_logger: Add RankZeroLogger: console output that one can read, and a line of metrics.
+        throughput_monitor: Add ThroughputMonitor: samples or tokens per second, and where the time of a step goes.
+        committed_checkpoint: Add CommittedCheckpoint, every ten minutes, in default_root_dir/checkpoints.
+        nan_rewind: Add NaNRewind: steps that are not finite are skipped.
+        preemption_guard: Add PreemptionGuard: SIGTERM saves, and ends the run with status 75.
+    """
+
+    rank_zero_logger: bool = True
+    throughput_monitor: bool = True
+    committed_checkpoint: bool = True
+    nan_rewind: bool = True
+    preemption_guard: bool = True
+
+    def missing(self, trainer: Mapping[str, Any]) -> list[pl.Callback]:
+        """Build those that are on, work with the options of a Trainer, and are not in its callbacks."""
+        strategy = trainer.get("strategy")
+        name = strategy if isinstance(strategy, str) else ""
+        if not isinstance(strategy, MeshStrategy) and not name.startswith("par_"):
+            return []
+        found = [type(one) for one in trainer.get("callbacks") or []]
+        added = []
+        for field in fields(self):
+            cls = getattr(our_callbacks, CLASSES[field.name], None)
+            if cls is None or not getattr(self, field.name) or any(issubclass(one, cls) for one in found):
+                continue
+            if cls is CommittedCheckpoint and not _writes_directories(trainer):
+                continue
+            added.append(cls())
+        return added
+
+
+CLASSES = {
+    "rank_zero_logger": "RankZeroLogger",
+    "throughput_monitor": "ThroughputMonitor",
+    "committed_checkpoint": "CommittedCheckpoint",
+    "nan_rewind": "NaNRewind",
+    "preemption_guard": "PreemptionGuard",
+}
+
+
+def _writes_directories(trainer: Mapping[str, Any]) -> bool:
+    strategy = trainer.get("strategy")
+    full = isinstance(strategy, MeshStrategy) and strategy.state_dict_type == "full"
+    return trainer.get("enable_checkpointing") is not False and not trainer.get("barebones") and not full
 
 
 class Trainer(pl.Trainer):
@@ -73,6 +128,7 @@ class LightningParCLI(LightningCLI):
                 default=None,
                 help="auto: go on from the newest whole checkpoint of the run, or start afresh where there is none",
             )
+            parser.add_class_arguments(Defaults, "defaults")
         return parser
 
     def before_instantiate_classes(self) -> None:
@@ -115,6 +171,14 @@ class LightningParCLI(LightningCLI):
             raise
         if self.config[self.subcommand].get("resume") == "auto":
             resume_automatically(self.trainer)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        defaults = self._get(self.config_init, "defaults")
+        if isinstance(defaults, Defaults):
+            given = config.get("callbacks") or []
+            known = {**config, "callbacks": [*(given if isinstance(given, list) else [given]), *callbacks]}
+            callbacks = [*callbacks, *defaults.missing(known)]
+        return super()._instantiate_trainer(config, callbacks)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -40,6 +40,8 @@ commands:
   lightning-par fit --config examples/nanogpt/fsdp.yaml
   lightning-par fit --config run.yaml --trainer.strategy par_fsdp --trainer.devices 8
   lightning-par fit --config run.yaml --resume auto  go on after a crash, or start
+  lightning-par fit --config run.yaml --defaults.preemption_guard false
+                                                     without one of the callbacks that fit adds
   lightning-par COMMAND --help                      all options of a command
   lightning-par fit --trainer.strategy.help lightning_par.strategies.FSDP2Strategy
   lightning-par COMMAND --config FILE --print_config    the whole configuration, defaults included
@@ -56,7 +58,7 @@ def main() -> int:
     Returns:
         The exit status: 0; 2 where the command line or the parallel configuration is wrong; 70 where the run was
         started again and again without a new checkpoint; of `convert` and `inspect` 1 where a checkpoint is not valid.
-        Any other error is raised.
+        Any other error is raised, as is the `SystemExit` with status 75 of a run that was told to end.
     """
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in ("-h", "--help"):

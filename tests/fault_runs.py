@@ -51,6 +51,7 @@ class Job:
         accumulate: Batches of an optimizer step.
         batch: Samples of a batch on all ranks together.
         data: An ordinary ``"loader"``, or a ``"stateful"`` one.
+        workers: Worker processes of the ordinary loader, which persist or not.
         states: Whether to record what training goes on from.
         timeout: Seconds that a collective may take.
         trainer: More options of the Trainer.
@@ -67,6 +68,8 @@ class Job:
     accumulate: int = 1
     batch: int = 8
     data: str = "loader"
+    workers: int = 0
+    persistent: bool = False
     states: bool = False
     timeout: float = 20.0
     trainer: tuple[tuple[str, Any], ...] = ()
@@ -168,7 +171,8 @@ class Stateful:
 def loader_of(job: Job) -> Any:
     if job.data == "stateful":
         return Stateful(job)
-    return DataLoader(Numbers(), batch_size=job.batch // job.ranks, shuffle=True)
+    workers: dict[str, Any] = {"num_workers": job.workers, "persistent_workers": job.persistent}
+    return DataLoader(Numbers(), batch_size=job.batch // job.ranks, shuffle=True, **workers)
 
 
 class Recorder(pl.Callback):
@@ -391,6 +395,7 @@ def train(job: Job, folder: Path, incarnation: int, ckpt_path: Path | None, call
         enable_checkpointing=True,
         use_distributed_sampler=True,
         callbacks=[recorder, *looking, Settle(job.every), *callbacks, saver],
+        default_root_dir=folder,
         **dict(job.trainer),
     )
     random.seed(3)

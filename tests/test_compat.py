@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import pickle
+import signal
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -34,6 +36,7 @@ from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.data import _check_classes
 from lightning_par.resilience import _compat as resilience_compat
 from lightning_par.strategies import _compat as lightning_compat
+from lightning_par.strategies import _compat_logging
 from lightning_par.testing import run_ranks
 
 
@@ -503,3 +506,96 @@ def test_without_a_flight_recorder_nothing_is_told() -> None:
         assert resilience_compat.flight_records() == []
     assert resilience_compat.collectives([]) == []
     assert resilience_compat.collectives(['{"version": "0"}']) == []
+
+
+def test_lightnings_signal_handlers_can_be_left_out() -> None:
+    """`_SignalConnector.register_signal_handlers` is what installs them, and its teardown then does nothing.
+
+    `_TrainingEpochLoop._broadcast_sigterm_tensor` is called before each batch.
+    """
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, plugins=[SLURMEnvironment()])
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    loop = trainer.fit_loop.epoch_loop
+    assert callable(loop._broadcast_sigterm_tensor)
+    undo = lightning_compat.without_signal_handlers(trainer)
+    assert "_broadcast_sigterm_tensor" in vars(loop)
+    trainer._signal_connector.register_signal_handlers()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    trainer._signal_connector.teardown()
+    for _ in range(2):
+        undo()
+    assert "_broadcast_sigterm_tensor" not in vars(loop)
+    trainer._signal_connector.register_signal_handlers()
+    assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert signal.getsignal(signal.SIGUSR1) != before[1]
+    trainer._signal_connector.teardown()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def short_trainer() -> pl.Trainer:
+    """One batch, quietly."""
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def test_names_are_compared_before_anything_is_reduced() -> None:
+    """`epoch_end_reached` and `on_epoch_end` of `_LoggerConnector` come before reductions at the end of an epoch."""
+    order: list[str] = []
+
+    class Module(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1.0, sync_dist=True, on_step=False, on_epoch=True)
+            self.log("mine", 1.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            order.append("hook")
+            self.log("b", 1.0, sync_dist=True)
+
+    trainer = short_trainer()
+    undo = _compat_logging.before_reducing_logged(trainer, lambda names: order.append(" ".join(names)))
+
+    def reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append("reduce")
+        return tensor
+
+    with (
+        mock.patch.object(trainer.strategy, "reduce", reduce),
+        mock.patch.object(type(trainer._accelerator_connector), "is_distributed", True),
+    ):
+        trainer.fit(Module())
+    undo()
+    assert order.index("a") < order.index("hook") < order.index("a b")
+    # Before, Lightning sums up the lengths of loaders.
+    assert "reduce" not in order[order.index("a") : order.index("a b")]
+    assert "reduce" in order[order.index("a b") :]
+    assert not {"epoch_end_reached", "on_epoch_end"} & trainer._logger_connector.__dict__.keys()
+
+
+def test_a_reduction_that_fails_names_its_metric() -> None:
+    """`_ResultMetric.update` reduces what is logged in a step."""
+
+    class Module(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with mock.patch.object(trainer.strategy, "reduce", side_effect=RuntimeError("Timed out")):
+                self.log("rare", 1.0, sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = short_trainer()
+    undo = _compat_logging.name_metric_that_fails()
+    with (
+        mock.patch.object(type(trainer._accelerator_connector), "is_distributed", True),
+        pytest.raises(RuntimeError, match="Timed out") as error,
+    ):
+        trainer.fit(Module())
+    undo()
+    assert "training_step logs as 'rare'" in error.value.__notes__[0]

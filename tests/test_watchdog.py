@@ -350,7 +350,7 @@ def test_F9_signs_of_life_go_on_while_training_waits_for_the_store(tmp_path: Pat
 
 @pytest.mark.parametrize("rank", some([0, 1], 1))
 def test_F2_a_rank_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path: Path, rank: int) -> None:
-    job = Job(steps=6, trainer=(("default_root_dir", str(tmp_path)),))
+    job = Job(steps=6)
     watching = StallWatchdog(timeout=LIMIT, phase_timeouts={"save": LIMIT})
     exits = launch(2, train, job, tmp_path, 0, None, (watching, StopAndGoOn(tmp_path, 3, rank)), logs=tmp_path / "logs")
     succeeded(exits)
@@ -363,7 +363,7 @@ def test_F2_a_rank_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path:
 
 @pytest.mark.slow
 def test_F2_ranks_abort_when_one_is_stopped_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    story = Story(tmp_path, Job(trainer=(("default_root_dir", str(tmp_path)),)))
+    story = Story(tmp_path, Job())
     exits = story.run(StallWatchdog(timeout=LIMIT, action="abort"), At(8, "stop", 1), grace=1.0)
     assert exits[0].code == STALLED, exits[0].log
     assert exits[1].left

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
+from lightning_par.resilience.errors import PreemptedError
 from lightning_par.resilience.events import EventLog
 from lightning_par.strategies import MeshStrategy, _compat
 from lightning_par.strategies.saving import SaveOptions
@@ -228,18 +229,34 @@ class CommittedCheckpoint(Checkpoint):
         step = int(path.rpartition("-")[2])
         EventLog(trainer.default_root_dir).write("checkpoint", step, path=path, blocked=blocked, written=saver.written)
 
+    def has_begun_to_save(self, step: int) -> bool:
+        """Whether a save of this step was begun, the same on all ranks; it may fail yet."""
+        return self._active and self._saved_step == step
+
+    def save_now(self, trainer: pl.Trainer) -> str | None:
+        """Save the state of this step, if it is not saved, and wait until it is on the disk; collective.
+
+        Returns:
+            The checkpoint of the step; None where nothing is saved, as in a `fast_dev_run`.
+
+        Raises:
+            CheckpointError: On all ranks, if it failed.
+        """
+        if not self._active or self._directory is None:
+            return None
+        saver = trainer.strategy.saver  # type: ignore[attr-defined]
+        saver.join()
+        if trainer.global_step > self._saved_step or saver.failed:
+            self._save(trainer, asynchronous=False, may_fail=False)
+        return self._directory.path_of(trainer.global_step)
+
     # -- end -----------------------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._active:
-            return
-        assert isinstance(trainer.strategy, MeshStrategy)
-        saver = trainer.strategy.saver
-        saver.join()
-        if trainer.global_step > self._saved_step or saver.failed:
-            self._save(trainer, asynchronous=False, may_fail=False)
-        self._report(trainer)
+        if self._active:
+            self.save_now(trainer)
+            self._report(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -252,6 +269,8 @@ class CommittedCheckpoint(Checkpoint):
         how = f"{type(exception).__name__}: {exception}".splitlines()[0]
         if isinstance(exception, KeyboardInterrupt):
             how = "interrupted"
+        elif isinstance(exception, PreemptedError):
+            how = "preempted"
         elif isinstance(exception, ParallelConfigError | CheckpointMismatch):
             how = "refused"
         self._note_end(how, trainer.global_step)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_par.resilience.failures import record_failure
 from lightning_par.resilience.logging import Policy, RankLogging, check_policy
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class RankZeroLogger(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the exception of this rank and put the loggers back: Lightning calls no teardown after it."""
+        record_failure(exception, trainer.global_rank)
         if isinstance(exception, Exception):
             message = "rank %d: %s: %s"
             log.error(message, trainer.global_rank, type(exception).__name__, exception, extra={"exception": exception})

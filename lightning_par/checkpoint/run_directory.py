@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 LATEST = "LATEST"
 _STARTS = ".starts"
-_CLEAN = ("finished", "interrupted", "refused")
+_CLEAN = ("finished", "interrupted", "preempted", "refused")
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class RunDirectory:
         """Note how this start ended; on the first rank.
 
         Args:
-            how: ``"finished"``, ``"interrupted"`` (by a person), ``"refused"`` (a mistake that a person mends), or the
-                error.
+            how: ``"finished"``, ``"interrupted"`` (by a person), ``"preempted"``, ``"refused"`` (a mistake that a
+                person mends), or the error.
             step: The number of optimizer steps taken.
         """
         file = self._start_file(self.start)

@@ -14,3 +14,24 @@ class TrainingDivergedError(RuntimeError):
 
 class DesyncError(RuntimeError):
     """Ranks are not at the same step, or exchange different things."""
+
+
+class PreemptedError(SystemExit):
+    """The process was told to end, and training has stopped; status 75 in every rank, to be started again.
+
+    As a `SystemExit` it ends the process without a traceback.
+
+    Args:
+        message: What told the run to end, and what was saved.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(PREEMPTED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ParityError(RuntimeError):
+    """Ranks hold different bytes where they must hold the same."""

@@ -15,7 +15,11 @@ from lightning.fabric import wrappers as fabric_wrappers
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _all_gather_ddp_if_available
+from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
+    _all_gather_ddp_if_available,
+    _set_num_threads_if_needed,
+)
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -40,6 +44,11 @@ from lightning_par.parallel.shards import full_tensor
 def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
     """Gather over a group, differentiable with `sync_grads` (lightning >= 2.0)."""
     return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def set_threads(processes: int) -> None:
+    """Divide the cores of the node among processes as Lightning's launchers do (`_set_num_threads_if_needed`, 2.1)."""
+    _set_num_threads_if_needed(num_processes=processes)
 
 
 def workers_are_seeded(dataloader: DataLoader[Any]) -> bool:
@@ -313,6 +322,29 @@ def resume_instead(trainer: Any, resume: Callable[[], tuple[str, dict[str, Any]]
         connector.__dict__.pop("resume_start", None)
 
     connector.resume_start = resume_start
+    return undo
+
+
+def without_signal_handlers(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from handling SIGTERM and SLURM's signals in the next run of a Trainer; on all ranks.
+
+    Its handler of SIGTERM waits inside for a collective, and that of SLURM saves there (`_SignalConnector`, 2.6). The
+    broadcast before each batch that tells of the former goes with it (`_TrainingEpochLoop`, 2.6).
+
+    Returns:
+        Lets it do so again.
+    """
+    left_out = (
+        (trainer._signal_connector, "register_signal_handlers"),
+        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
+    )
+
+    def undo() -> None:
+        for owner, name in left_out:
+            owner.__dict__.pop(name, None)
+
+    for owner, name in left_out:
+        setattr(owner, name, lambda: None)
     return undo
 
 

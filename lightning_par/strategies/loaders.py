@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from lightning_par.errors import ParallelConfigError, Problem
 from lightning_par.parallel import _compat
+from lightning_par.resilience.errors import DesyncError
 
 _UNKNOWN = -1
 
@@ -226,6 +227,7 @@ class Turns:
 
     Attributes:
         everywhere: Whether each data rank runs at least one step.
+        every_loader_everywhere: Whether each is known to run at least one step of each loader.
     """
 
     def __init__(self, batches: Sequence[int | float], group: dist.ProcessGroup, *, sharded: bool) -> None:
@@ -245,6 +247,7 @@ class Turns:
                 )
             )
         self.everywhere = all(_UNKNOWN in theirs or sum(theirs) for theirs in everyone)
+        self.every_loader_everywhere = min(self._fewest, default=0) > 0
 
     def begin(self) -> bool:
         """Begin a step. Returns whether some other data rank does not run it."""
@@ -253,10 +256,38 @@ class Turns:
         self._step += 1
         return self._mine[self._loader] != _UNKNOWN and self._step > self._fewest[self._loader]
 
+    @property
+    def together(self) -> bool:
+        """Whether all data ranks run the step that was begun last."""
+        return self._step <= self._fewest[self._loader]
+
     def idle(self) -> int:
         """End a step. Returns how many steps the other ranks now run that this one has to join."""
         ended = self._sharded and self._step == self._mine[self._loader]
         return self._most[self._loader] - self._step if ended else 0
+
+
+def refuse_different_names(names: Sequence[str]) -> None:
+    """Compare what all ranks are about to reduce; collective over all of them.
+
+    Raises:
+        DesyncError: On all ranks, with the names that only some have logged, and by whom.
+    """
+    everyone: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    if all(theirs == everyone[0] for theirs in everyone):
+        return
+    lines = []
+    for name in sorted({name for theirs in everyone for name in theirs}):
+        by = [rank for rank, theirs in enumerate(everyone) if name in theirs]
+        if len(by) < len(everyone):
+            others = [rank for rank in range(len(everyone)) if rank not in by]
+            lines.append(f"  - {name!r}: logged by ranks {by}, not by {others}")
+    raise DesyncError(
+        "metrics that are reduced over the ranks (sync_dist=True, or a torchmetrics object) were not logged by all:\n"
+        + "\n".join(lines)
+        + "\nLog them on every rank, with a value that counts for nothing where there is none, or without sync_dist."
+    )
 
 
 def alone() -> ParallelConfigError:

@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -32,9 +31,11 @@ from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.parallel.report import sizes
-from lightning_par.strategies import _compat, averaging, foreign, hooks, loaders, resumption
+from lightning_par.resilience.failures import record_failure
+from lightning_par.strategies import _compat, _compat_logging, averaging, foreign, hooks, loaders, resumption
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.explicit import explicit_stages
+from lightning_par.strategies.launcher import RankLauncher
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import meet
 from lightning_par.strategies.trainer_checkpoints import SavesCheckpoints
@@ -55,7 +56,7 @@ class MeshStrategy(SavesCheckpoints):
     The options are those of `MeshShell`.
     """
 
-    _launcher_class = _SubprocessScriptLauncher
+    _launcher_class = RankLauncher
 
     @override
     def _init_host(self) -> None:
@@ -195,6 +196,9 @@ class MeshStrategy(SavesCheckpoints):
         self.resumption = resumption.Resumption(self.mesh.data_size, self.mesh.data_rank)
         if self.mesh.data_size == 1:
             self._undo.append(_compat.no_advice_to_synchronise())
+        else:
+            self._undo.append(_compat_logging.before_reducing_logged(trainer, self._compare_logged))
+            self._undo.append(_compat_logging.name_metric_that_fails())
         if self.parallelized.holds_shards:
             self._undo.append(_compat.log_whole_values())
             if any(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -386,6 +390,18 @@ class MeshStrategy(SavesCheckpoints):
             loaders.refuse_different(batch, stage, self.mesh.group("model"))
             loaders.warn_if_same(batch, stage, self.mesh.group("data"))
 
+    def _compare_logged(self, names: list[str]) -> None:
+        """Raise on all ranks where some log what others do not: in the reductions they would wait for each other."""
+        assert self.lightning_module is not None
+        evaluating = not self.lightning_module.trainer.training
+        if not evaluating or (self._turns is not None and self._turns.every_loader_everywhere):
+            loaders.refuse_different_names(names)
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether all ranks are known to run the evaluation step that this one runs, or has just run."""
+        return self._turns is not None and self._turns.together
+
     def _begin_evaluation(self) -> None:
         """Give all data ranks the same buffers, and agree on who evaluates how many batches."""
         assert self.lightning_module is not None
@@ -422,7 +438,8 @@ class MeshStrategy(SavesCheckpoints):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Add to the error of a collective what the ranks did differently before it."""
+        """Write down the error; add to that of a collective what the ranks did differently before it."""
+        record_failure(exception, self.global_rank)
         collective_failed = isinstance(exception, RuntimeError) and not isinstance(exception, torch.OutOfMemoryError)
         for handle in self._handles if collective_failed and dist.is_initialized() else ():
             found = handle.data.explain_failure()
@@ -441,6 +458,8 @@ class MeshStrategy(SavesCheckpoints):
         if self._met_after_exception:
             return
         exception = sys.exception()
+        if exception is not None:
+            record_failure(exception, self.global_rank)
         if not meet(f"lightning_par/interrupted/{self._run}", EXCEPTION_AGREEMENT):
             note = (
                 f"rank {dist.get_rank()} saves no checkpoint on this exception: not all ranks failed within "

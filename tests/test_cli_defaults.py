@@ -1,0 +1,99 @@
+"""What `lightning-par fit` turns on by itself, and how it is turned off."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+
+from lightning_par import callbacks, cli
+from lightning_par._lightning_cli import CLASSES, Defaults
+from lightning_par.callbacks import CommittedCheckpoint, PreemptionGuard, RankZeroLogger
+from lightning_par.resilience.errors import PreemptedError
+
+ROOT = Path(__file__).parent.parent
+CONFIG = "examples/nanogpt/fsdp.yaml"
+HERE = [name for name in CLASSES.values() if hasattr(callbacks, name)]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        return cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[pl.Callback]:
+    """The callbacks of the Trainer with which `fit` begins."""
+    found: list[list[Any]] = []
+
+    def fit(self: Any, *_: Any, **__: Any) -> None:
+        found.append(list(self.callbacks))
+
+    with patch("lightning.pytorch.Trainer.fit", fit):
+        assert run(monkeypatch, "fit", "--config", CONFIG, "--data.path", "README.md", *arguments) == 0
+    return found[0]
+
+
+def ours(found: list[pl.Callback]) -> list[str]:
+    return sorted(type(one).__name__ for one in found if type(one).__name__ in CLASSES.values())
+
+
+def test_each_is_on_for_our_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(CLASSES) == {name for name in vars(Defaults()) if not name.startswith("_")}
+    assert {"RankZeroLogger", "CommittedCheckpoint", "PreemptionGuard"} <= set(HERE)
+    assert ours(fitted(monkeypatch)) == sorted(HERE)
+    assert ours(fitted(monkeypatch, "--trainer.strategy", "par_ddp")) == sorted(HERE)
+    assert not ours(fitted(monkeypatch, "--trainer.strategy", "ddp"))
+
+
+def test_each_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "off.yaml"
+    file.write_text(yaml.safe_dump({"defaults": dict.fromkeys(CLASSES, False) | {"preemption_guard": True}}))
+    assert ours(fitted(monkeypatch, "--config", str(file))) == ["PreemptionGuard"]
+    left = fitted(monkeypatch, "--defaults.rank_zero_logger", "false")
+    assert ours(left) == sorted(set(HERE) - {"RankZeroLogger"})
+
+
+def test_one_of_the_user_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--trainer.callbacks+=lightning_par.callbacks.RankZeroLogger", "--trainer.callbacks.every_n_steps", "7"]
+    found = fitted(monkeypatch, *options)
+    assert ours(found) == sorted(HERE)
+    (logger,) = [one for one in found if isinstance(one, RankZeroLogger)]
+    assert logger.every_n_steps == 7
+
+
+def test_files_and_runs_without_checkpoints_have_no_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = ["--trainer.strategy.init_args.state_dict_type", "full"]
+    assert not [one for one in fitted(monkeypatch, *full) if isinstance(one, CommittedCheckpoint)]
+    none = ["--trainer.enable_checkpointing", "false", "--trainer.callbacks", "null"]
+    found = fitted(monkeypatch, *none)
+    assert [one for one in found if isinstance(one, PreemptionGuard)]
+    assert not [one for one in found if isinstance(one, CommittedCheckpoint)]
+
+
+def test_the_configuration_shows_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "fit", "--config", CONFIG, "--defaults.nan_rewind=false", "--print_config") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["defaults"] == dict.fromkeys(CLASSES, True) | {"nan_rewind": False}
+    assert run(monkeypatch, "fit", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--defaults.preemption_guard" in text
+    assert "SIGTERM saves" in text
+    assert run(monkeypatch, "validate", "--config", CONFIG, "--defaults.nan_rewind", "false") == 2
+
+
+def test_a_run_that_was_told_to_end_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(self: Any, *_: Any, **__: Any) -> None:
+        raise PreemptedError("stopped")
+
+    with patch("lightning.pytorch.Trainer.fit", fit):
+        assert run(monkeypatch, "fit", "--config", CONFIG, "--data.path", "README.md") == 75
