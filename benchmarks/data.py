@@ -182,9 +182,11 @@ class InTrainer(pl.Callback):
         steps: int,
         accumulate: int = 1,
         seed: int | None = None,
+        callbacks: Callable[[], list[pl.Callback]] = list,
     ) -> None:
         self._module, self._strategy, self._size = module, strategy, size
         self._steps, self._accumulate, self._seed = steps, accumulate, seed
+        self._callbacks = callbacks
         self._turn, self._stepped = threading.Semaphore(0), threading.Semaphore(0)
         self._closing = False
         self._error: BaseException | None = None
@@ -222,7 +224,7 @@ class InTrainer(pl.Callback):
                 strategy=self._strategy(),
                 max_steps=self._steps,
                 accumulate_grad_batches=self._accumulate,
-                callbacks=[self],
+                callbacks=[*self._callbacks(), self],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,

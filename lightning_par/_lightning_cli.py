@@ -14,8 +14,13 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lightning_par import callbacks as our_callbacks
-from lightning_par.callbacks import CommittedCheckpoint
+from lightning_par.callbacks import (
+    CommittedCheckpoint,
+    NaNRewind,
+    PreemptionGuard,
+    RankZeroLogger,
+    ThroughputMonitor,
+)
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.examples import data_example
@@ -49,8 +54,8 @@ class Defaults:
         found = [type(one) for one in trainer.get("callbacks") or []]
         added = []
         for field in fields(self):
-            cls = getattr(our_callbacks, CLASSES[field.name], None)
-            if cls is None or not getattr(self, field.name) or any(issubclass(one, cls) for one in found):
+            cls = CLASSES[field.name]
+            if not getattr(self, field.name) or any(issubclass(one, cls) for one in found):
                 continue
             if cls is CommittedCheckpoint and not _writes_directories(trainer):
                 continue
@@ -58,12 +63,12 @@ class Defaults:
         return added
 
 
-CLASSES = {
-    "rank_zero_logger": "RankZeroLogger",
-    "throughput_monitor": "ThroughputMonitor",
-    "committed_checkpoint": "CommittedCheckpoint",
-    "nan_rewind": "NaNRewind",
-    "preemption_guard": "PreemptionGuard",
+CLASSES: dict[str, type[pl.Callback]] = {
+    "rank_zero_logger": RankZeroLogger,
+    "throughput_monitor": ThroughputMonitor,
+    "committed_checkpoint": CommittedCheckpoint,
+    "nan_rewind": NaNRewind,
+    "preemption_guard": PreemptionGuard,
 }
 
 

@@ -56,9 +56,10 @@ def main() -> int:
     """Run `lightning-par` on `sys.argv`.
 
     Returns:
-        The exit status: 0; 2 where the command line or the parallel configuration is wrong; 70 where the run was
-        started again and again without a new checkpoint; of `convert` and `inspect` 1 where a checkpoint is not valid.
-        Any other error is raised, as is the `SystemExit` with status 75 of a run that was told to end.
+        The exit status: 0; 2 where the command line or the parallel configuration is wrong; 70 where the run has
+        diverged, or was started again and again without a new checkpoint; of `convert` and `inspect` 1 where a
+        checkpoint is not valid. Any other error is raised, as is the `SystemExit` with status 75 of a run that was
+        told to end.
     """
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in ("-h", "--help"):
@@ -90,6 +91,7 @@ def _run() -> int:
 
     from lightning_par._lightning_cli import LightningParCLI
     from lightning_par.checkpoint import NoProgressError
+    from lightning_par.resilience.errors import DIVERGED, TrainingDivergedError
 
     try:
         LightningParCLI()
@@ -99,6 +101,9 @@ def _run() -> int:
     except NoProgressError as error:
         rank_zero_only(print)(f"lightning-par: {error}", file=sys.stderr)
         return NO_PROGRESS
+    except TrainingDivergedError as error:
+        rank_zero_only(print)(f"lightning-par: {error}", file=sys.stderr)
+        return DIVERGED
     return 0
 
 

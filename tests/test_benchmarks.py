@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from benchmarks import data, replay
+from benchmarks import data, guard, replay
 from benchmarks.__main__ import main
 from benchmarks.timing import HighWater, Interval, interleave, median_interval, ratios
 from lightning_par import ParallelLayout, parallelize
@@ -59,6 +59,17 @@ def test_a_quick_run_compares_replayed_stages_with_those_by_hand(tmp_path: Path)
         [name, str(rank)] for name in replay.VARIANTS if name != replay.TRAINER for rank in range(replay.RANKS)
     ]
     assert text.count("met") + text.count("missed") >= len(replay.VARIANTS) - 1
+
+
+@pytest.mark.slow
+def test_a_quick_run_compares_steps_with_and_without_a_guard(tmp_path: Path) -> None:
+    out = tmp_path / "table.md"
+    main(["run", "guard", "--quick", "--out", str(out)])
+    text = out.read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == [*guard.STEPS, guard.PLAIN, guard.TAKEN]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert text.count(", met") + text.count(", missed") == 3
 
 
 def counting(steps: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ import lightning_par
 from lightning_par import cli
 from lightning_par._lightning_cli import LightningParCLI
 from lightning_par.errors import ParallelConfigError, Problem
+from lightning_par.resilience.errors import DIVERGED, TrainingDivergedError
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/nanogpt/fsdp.yaml"
@@ -205,3 +206,12 @@ def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         monkeypatch.setattr(rank_zero_only, "rank", 0)
         assert run(monkeypatch, "fit") == 2
         assert "tp_size is wrong" in capsys.readouterr().err
+
+
+def test_a_run_that_has_diverged_has_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = TrainingDivergedError("step 7 (epoch 0, batch 7): the loss is not finite")
+    with patch("lightning_par._lightning_cli.LightningParCLI", side_effect=error):
+        assert run(monkeypatch, "fit", "--config", CONFIG) == DIVERGED == 70
+    assert capsys.readouterr().err == f"lightning-par: {error}\n"

@@ -37,6 +37,7 @@ from lightning_par.parallel.data import _check_classes
 from lightning_par.resilience import _compat as resilience_compat
 from lightning_par.strategies import _compat as lightning_compat
 from lightning_par.strategies import _compat_logging
+from lightning_par.strategies import _compat_steps as steps_compat
 from lightning_par.testing import run_ranks
 
 
@@ -599,3 +600,58 @@ def test_a_reduction_that_fails_names_its_metric() -> None:
         trainer.fit(Module())
     undo()
     assert "training_step logs as 'rare'" in error.value.__notes__[0]
+
+
+class GoesBack(pl.Callback):
+    """Notes the counts after the first batch, and goes back to them after the third."""
+
+    def __init__(self) -> None:
+        self.counts: list[Any] = []
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+        if len(self.batches) == 1:
+            self.counts.append(copy.deepcopy(steps_compat.step_counts(trainer)))
+        if len(self.batches) == 3:
+            assert trainer.global_step == 3
+            saved = lightning_compat.dump_checkpoint(trainer)
+            assert steps_compat.saved_step_counts(saved) == steps_compat.step_counts(trainer)
+            steps_compat.set_step_counts(trainer, self.counts[0])
+            assert steps_compat.step_counts(trainer) == self.counts[0]
+            assert trainer.global_step == 1
+            steps_compat.go_back_to_batch(trainer, 1)
+
+
+def test_a_fit_can_go_back_within_an_epoch() -> None:
+    callback = GoesBack()
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], logger=False, **quiet)
+    # The loader begins anew, and the loop takes as many batches as are left of the epoch.
+    trainer.fit(BoringModel(), DataLoader(torch.randn(5, 32)))
+    assert callback.batches == [0, 1, 2, 1, 2, 3, 4]
+    assert trainer.global_step == 5
+    assert callback.counts[0]["logged"] == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_read_a_veto(kind: Any) -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = kind(params, lr=0.1, fused=True)
+    assert steps_compat.takes_out_scale(optimizer)
+    assert not steps_compat.takes_out_scale(kind(params, lr=0.1))
+    for veto in (0.0, 1.0, None):
+        before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+        for param in params:
+            param.grad = torch.full_like(param, float("nan") if veto else 1.0)
+        steps_compat.leave_step_to(optimizer, None if veto is None else torch.tensor(veto))
+        optimizer.step()
+        for new, old in zip(params, before[0], strict=True):
+            assert torch.equal(new, old) == bool(veto)
+        for index, state in before[1].items():
+            assert all(
+                torch.equal(optimizer.state_dict()["state"][index][n], v) == bool(veto)
+                for n, v in state.items()
+                if n == "step"
+            )
+    assert not hasattr(optimizer, "found_inf")

@@ -2,6 +2,7 @@
 
 from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
 from lightning_par.callbacks.memory_monitor import MemoryMonitor
+from lightning_par.callbacks.nan_rewind import NaNRewind
 from lightning_par.callbacks.parity_monitor import ParityMonitor
 from lightning_par.callbacks.preemption_guard import PreemptionGuard
 from lightning_par.callbacks.rank_zero_logger import RankZeroLogger
@@ -12,6 +13,7 @@ from lightning_par.callbacks.throughput_monitor import ThroughputMonitor
 __all__ = [
     "CommittedCheckpoint",
     "MemoryMonitor",
+    "NaNRewind",
     "ParityMonitor",
     "PreemptionGuard",
     "RankZeroLogger",

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval
+from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval, together
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
 from lightning_par.resilience.errors import PreemptedError
@@ -249,6 +249,54 @@ class CommittedCheckpoint(Checkpoint):
         if trainer.global_step > self._saved_step or saver.failed:
             self._save(trainer, asynchronous=False, may_fail=False)
         return self._directory.path_of(trainer.global_step)
+
+    # -- going back ----------------------------------------------------------------------------------------------
+
+    def take_back(self, trainer: pl.Trainer) -> None:
+        """Let no later start go on from checkpoints of later steps, since training has gone back; on all ranks.
+
+        Where there would be none left, the present state is saved first.
+        """
+        if not self._active:
+            return
+        self._save_again_from(trainer.global_step)
+        if not self._go_back(trainer, trainer.global_step):
+            self._save(trainer, asynchronous=False, may_fail=True)
+            self._go_back(trainer, trainer.global_step)
+
+    def reload(self, trainer: pl.Trainer, at_most: int) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint of at most that step, or else the oldest, in the middle of a fit.
+
+        Later ones are superseded first, so that a start after a crash goes on from the same one. On all ranks.
+
+        Returns:
+            What is left to restore; None if there is no checkpoint.
+        """
+        directory, strategy = self._directory, trainer.strategy
+        if not self._active or directory is None:
+            return None
+        assert isinstance(strategy, MeshStrategy)
+        strategy.saver.join()
+        found = lambda: directory.step_at_most(at_most) if trainer.is_global_zero else None
+        step = strategy.broadcast(together(f"cannot read the checkpoints in {directory.path}", found))
+        if step is None:
+            return None
+        self._go_back(trainer, step)
+        checkpoint = strategy.go_back(directory.path, self._verify)
+        self._save_again_from(step)
+        return checkpoint
+
+    def _save_again_from(self, step: int) -> None:
+        self._saved_step = self._tried_step = step
+
+    def _go_back(self, trainer: pl.Trainer, step: int) -> bool:
+        directory, strategy = self._directory, trainer.strategy
+        assert directory is not None
+        assert isinstance(strategy, MeshStrategy)
+        strategy.saver.join()
+        failure = f"cannot mark the checkpoints in {directory.path} after step {step}"
+        done = together(failure, lambda: trainer.is_global_zero and directory.go_back(step))
+        return strategy.broadcast(done)
 
     # -- end -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ from lightning_par.checkpoint.storage import StrPath, storage_of
 from lightning_par.errors import Problem
 
 _log = logging.getLogger(__name__)
+
+# A file in a checkpoint that a run has gone back behind, so that no later start goes on from it.
+SUPERSEDED = "SUPERSEDED"
 _T = TypeVar("_T")
 
 
@@ -38,7 +41,7 @@ def candidates(directory: StrPath) -> list[Candidate]:
     """List the checkpoints in a directory, the newest first; looks at manifests only.
 
     A later start of a run comes before an earlier one, as it may have gone back on purpose; then the step decides, then
-    the time of the commit. Dates of files say nothing.
+    the time of the commit. Dates of files say nothing. Those that the run itself has gone back behind are left out.
     """
     storage, root = storage_of(directory)
     found: list[Candidate] = []
@@ -48,6 +51,8 @@ def candidates(directory: StrPath) -> list[Candidate]:
             continue
         content = storage.names(path)
         # On an object store files without a manifest are a save that has not come to an end.
+        if SUPERSEDED in content:
+            continue
         broken = storage.renames and (META in content or METADATA in content or name.startswith("step-"))
         if MANIFEST not in content and not broken:
             continue

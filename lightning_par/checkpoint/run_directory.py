@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_par.checkpoint.candidates import candidates, whole_checkpoints
+from lightning_par.checkpoint.candidates import SUPERSEDED, candidates, whole_checkpoints
 from lightning_par.checkpoint.commit import remove_abandoned
 from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import NoProgressError, SupersededError
@@ -122,10 +122,37 @@ class RunDirectory:
                 before_name=lambda: crash_point("latest_temporary", 0),
             )
             crash_point("latest_written", 0)
-            for old in self._superfluous(path):
+            for old in [*self._superfluous(path), *self._superseded(path)]:
                 self._storage.discard(old, renamed=lambda: crash_point("trash_renamed", 0))
         except OSError as e:
             _log.warning("The checkpoint %s is committed; tidying up after it failed: %s", path, e)
+
+    def go_back(self, step: int) -> bool:
+        """Let no later start go on from checkpoints of steps after this one; on the first rank.
+
+        Returns:
+            Whether that was done: not as long as there is none of this step or before.
+        """
+        whole = [
+            (path, -1 if manifest.step is None else manifest.step) for path, manifest in whole_checkpoints(self.path)
+        ]
+        if all(later > step for _, later in whole):
+            return not whole
+        for path, later in whole:
+            if later > step:
+                self._storage.put(self._storage.join(path, SUPERSEDED), f"{step}\n".encode())
+        return True
+
+    def step_at_most(self, step: int) -> int | None:
+        """The step of the newest whole checkpoint of this step or before, or else of the oldest; on the first rank."""
+        steps = sorted(m.step for _, m in whole_checkpoints(self.path) if m.step is not None)
+        return max((one for one in steps if one <= step), default=steps[0] if steps else None)
+
+    def _superseded(self, newest: str) -> list[str]:
+        """Checkpoints that the run has gone back behind and has come past again."""
+        names = [name for name in self._storage.names(self.path) if name.startswith("step-")]
+        paths = [self._storage.join(self.path, name) for name in names]
+        return [path for path in paths if path < newest and SUPERSEDED in self._storage.names(path)]
 
     def _superfluous(self, newest: str) -> list[str]:
         """Checkpoints that retention does not keep; only whole ones of steps before that of the newest count."""

@@ -6,11 +6,14 @@ import contextlib
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_par.resilience.errors import DesyncError
+
+T = TypeVar("T")
 
 # Numbers in the vector, always as many, so that ranks that name different things still meet.
 WIDTH = 32
@@ -97,6 +100,22 @@ class StepControl:
         """The largest number of a name in the exchanges since this was last asked; None if there was none."""
         return self._heard.pop(name, None)
 
+    def gather(self, facts: T) -> list[T]:
+        """Tell all ranks what each of them knows, for the rare step in which a number is not enough; collective.
+
+        Args:
+            facts: Of this rank; they are pickled.
+
+        Returns:
+            Those of all ranks, in their order.
+        """
+        if not dist.is_initialized():
+            return [facts]
+        group = self._group_of_all()
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, facts, group=group)
+        return everyone
+
     def close(self) -> None:
         """Let go of the group; on all ranks."""
         group, self._group = self._group, None
@@ -107,18 +126,20 @@ class StepControl:
     def _largest(self, vector: list[int]) -> list[int]:
         if not dist.is_initialized():
             return vector
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         numbers = torch.zeros(WIDTH, dtype=torch.int64)
         numbers[: len(vector)] = torch.tensor(vector)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group_of_all())
         return numbers.tolist()
+
+    def _group_of_all(self) -> dist.ProcessGroup:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
 
     def _difference(self, alike: Mapping[str, int], names: list[str]) -> str:
         """Say which rank differs in what; collective, and on this path only."""
         mine = {name: value for name, value in alike.items() if name != "names"} | {"numbers": ", ".join(names)}
-        everyone: list[dict[str, int | str]] = [{}] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = self.gather(mine)
         lines = []
         for name in sorted({name for told in everyone for name in told}):
             values = [told.get(name) for told in everyone]

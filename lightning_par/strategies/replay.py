@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -41,6 +42,8 @@ State = dict[str, Any]
 OnLostPlace = Literal["error", "restart_epoch"]
 """What a resume does with a loader whose place in the epoch cannot be found again on these ranks."""
 
+# Batches whose indices are kept for messages; workers read ahead of the loop.
+_REMEMBERED = 512
 RESTART_INSTEAD = "To begin the epoch again, give the strategy on_lost_place='restart_epoch'."
 
 
@@ -65,9 +68,11 @@ class Pass:
         self.dealt = False
         self._digests = array("L")
         self._samples = array("L")
+        self._recent: deque[Any] = deque(maxlen=_REMEMBERED)
 
     def take(self, batch: Any) -> None:
         """Note the next batch of indices."""
+        self._recent.append(batch)
         before = self._digests[-1] if self._digests else 0
         self._digests.append(zlib.crc32(_content(batch), before))
         self._samples.append((self._samples[-1] if self._samples else 0) + _size(batch))
@@ -79,6 +84,11 @@ class Pass:
     def samples(self, batches: int) -> int:
         """How many samples the first batches of this rank have."""
         return self._samples[batches - 1] if batches else 0
+
+    def indices_of(self, batch: int) -> Any:
+        """The indices of a batch of the pass, counted from 0; None if it is too long ago."""
+        first = self.given - len(self._recent)
+        return self._recent[batch - first] if first <= batch < self.given else None
 
     @property
     def given(self) -> int:
@@ -162,6 +172,12 @@ class Follower:
             "data_rank": self.data_rank,
             "geometry": geometry(loader),
         }
+
+    def indices_of(self, batch: int) -> list[int] | None:
+        """The samples of a batch of this epoch, counted from 0; None if nobody knows them any more."""
+        run = self.passes[-1] if self.passes else None
+        found = None if run is None else run.indices_of(batch - run.batches_before)
+        return None if found is None else [found] if isinstance(found, int) else list(found)
 
     def generators(self, loader: Any) -> State:
         """The state of the loader's own generators, which is all that matters between epochs.

@@ -195,8 +195,31 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
         rank_zero_info(f"There is no checkpoint directory in {directory} yet: the run starts afresh.")
         return None
 
+    def go_back(self, directory: str, verify: ckpt.Verify) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint of a directory in the middle of a fit; collective.
+
+        Model, optimizers, averages of weights and random state become those of the checkpoint; loops and loaders stay
+        where they are.
+
+        Returns:
+            The rest of the checkpoint; None if there is none.
+        """
+        weights_only = bool(_compat.requested_weights_only())
+        self._reshard()
+
+        def load(path: str) -> dict[str, Any]:
+            return self._load_sharded(path, self.optimizers, weights_only, "none", places=False)
+
+        return ckpt.load_newest(directory, load, verify=verify)
+
     def _load_sharded(
-        self, path: str | Path, optimizers: list[Optimizer], weights_only: bool, verify: ckpt.Verify
+        self,
+        path: str | Path,
+        optimizers: list[Optimizer],
+        weights_only: bool,
+        verify: ckpt.Verify,
+        *,
+        places: bool = True,
     ) -> dict[str, Any]:
         assert self.lightning_module is not None
         meta = ckpt.load_sharded(
@@ -209,9 +232,10 @@ class SavesCheckpoints(MeshShell, ParallelStrategy):
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.data_size,
         )
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            if self._average is not None:
-                self._average.restore(path, meta)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._average is not None:
+            self._average.restore(path, meta)
+        if fitting and places:
             self._go_to_places(meta, (meta.own or {}).get("loaders", {}), meta.first.get("loaders", {}))
         return meta
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,18 +41,21 @@ def combined(losses: Sequence[Tensor], weights: Sequence[float]) -> Loss:
     return Loss(sum(counted), losses[0].dtype in (torch.float16, torch.bfloat16))
 
 
-def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: str) -> None:
+def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: str, *, is_first: bool) -> None:
     """Refuse a loss that is no weighted mean of those of micro-batches.
 
     Args:
         loss_in: Computes the loss of the same samples, cut into a number of micro-batches; the same on all stages.
         size: The number of samples.
         loss_weight: How losses are combined, for the message.
+        is_first: Whether it is the first comparison. In a later one a loss that is not finite either way is the data's.
 
     Raises:
         ParallelConfigError: If the samples have another loss in two parts than in one, unless it is random.
     """
     whole, halves = loss_in(1), loss_in(2)
+    if not is_first and not math.isfinite(whole.value) and not math.isfinite(halves.value):
+        return
     difference = abs(whole.value - halves.value)
     if difference <= (_HALF_TOLERANCE if whole.is_half else _TOLERANCE) * max(abs(whole.value), 1e-3):
         return

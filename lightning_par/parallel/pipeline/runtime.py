@@ -240,7 +240,7 @@ class Pipeline:
             )
             return loss
 
-        checks.refuse_other_loss(loss_in, size, self._loss_weight)
+        checks.refuse_other_loss(loss_in, size, self._loss_weight, is_first=not self._compared)
         if self._loss_weight != "auto" or self.from_last(lambda: self._counted[dry.kind]):
             # Where targets are counted, or the user knows, one comparison is enough.
             self._compared = checks.BATCHES

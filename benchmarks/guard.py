@@ -1,0 +1,125 @@
+"""What `NaNRewind` adds to a step, and what a snapshot costs beside a plain copy of the same bytes.
+
+Two ranks on gloo, one thread each; all variants live in the same two processes and take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from benchmarks.data import GPT, RANKS, InTrainer, Module, Size, optimizer, quietly, verdict
+from benchmarks.timing import Samples, interleave, load, ratios
+from lightning_par import strategies
+from lightning_par.callbacks import NaNRewind
+from lightning_par.resilience.snapshots import SnapshotRing
+from lightning_par.testing import run_ranks
+
+FULL = Size(width=256, layers=6, vocabulary=2048, length=128, batch=4)
+QUICK = Size(width=32, layers=2, vocabulary=64, length=8, imports=0)
+PLAIN, TAKEN = "plain copy of the same bytes", "SnapshotRing.take"
+STEPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
+    f"{name}{', NaNRewind' if guarded else ''}": (
+        strategy,
+        (lambda: [NaNRewind(snapshot_every_n_steps=None, check_params_every=None)]) if guarded else list,
+    )
+    for name, strategy in (("par_ddp", strategies.DataParallelStrategy), ("par_fsdp", strategies.FSDP2Strategy))
+    for guarded in (False, True)
+}
+
+
+@dataclass
+class Measured:
+    steps: dict[str, Samples]
+    copies: dict[str, Samples]
+    bytes: int
+    busy: list[float]
+
+
+def in_turn(action: Callable[[], Any]) -> Iterator[None]:
+    while True:
+        action()
+        yield
+
+
+def copies(size: Size) -> tuple[dict[str, Iterator[None]], int]:
+    """A ring that has its memory, and tensors of the same sizes to copy into."""
+    torch.manual_seed(0)
+    model = GPT(size)
+    adam = optimizer(model)
+    model(torch.zeros(1, size.length + 1, dtype=torch.int64)).backward()
+    adam.step()
+    ring = SnapshotRing({"model": model}, [adam], keep=1)
+    sources = [*model.parameters(), *model.buffers()]
+    sources += [value for state in adam.state.values() for value in state.values() if isinstance(value, Tensor)]
+    places = [torch.empty_like(source) for source in sources]
+
+    @torch.no_grad()
+    def copy() -> None:
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source)
+
+    copy()
+    ring.take(0)
+    return {PLAIN: in_turn(copy), TAKEN: in_turn(partial(ring.take, 0))}, ring.bytes()
+
+
+def measure(size: Size, rounds: int, steps: int, limit: float) -> Measured:
+    """Time everything on this rank, see `interleave`."""
+    quietly()
+    busy = [load()]
+    variants = {
+        name: InTrainer(Module, strategy, size, 1 + rounds * steps, callbacks=callbacks)
+        for name, (strategy, callbacks) in STEPS.items()
+    }
+    for stepper in variants.values():
+        next(stepper)
+    timed: dict[str, Iterator[None]] = dict(variants)
+    found = interleave(timed, rounds, steps, limit)
+    for stepper in variants.values():
+        stepper.close()
+    copied, size_of_one = copies(replace(size, width=2 * size.width))
+    return Measured(found, interleave(copied, rounds, 1, limit), size_of_one, [*busy, load()])
+
+
+def run(size: Size, rounds: int, steps: int, minutes: float) -> str:
+    """Run everything and return the report in Markdown; no round but the first begins after so many minutes."""
+    start, limit = time.monotonic(), 60 * minutes
+    measured = run_ranks(RANKS, measure, size, rounds, steps, limit, timeout=600 + 3 * limit)[0]
+    count = sum(p.numel() for p in GPT(size).parameters())
+    before, after = measured.busy
+    lines = [
+        f"GPT of {count / 1e6:.1f}M parameters (width {size.width}, {size.layers} blocks), fp32, AdamW, {size.batch} x "
+        f"{size.length} tokens a rank and batch; {RANKS} gloo ranks of one thread each on {os.cpu_count()} cores, "
+        f"whose load was {before:.1f} before and {after:.1f} after; torch {torch.__version__}, lightning "
+        f"{lightning.__version__}; {len(measured.copies[PLAIN].wall)} rounds of {steps} steps a variant, "
+        f"{time.monotonic() - start:.0f} s in all. The snapshot is of one of "
+        f"twice the width and has {measured.bytes / 1e6:.0f} MB.",
+        "",
+        "| | ms | of the one above | processor, ms | of the one above |",
+        "|---|---|---|---|---|",
+    ]
+    goals = []
+    for samples, bound in ((measured.steps, 1.03), (measured.copies, 1.2)):
+        names = list(samples)
+        for base, name in zip(names[::2], names[1::2], strict=True):
+            ratio = ratios(samples[name].wall, samples[base].wall)
+            busy = ratios(samples[name].processor, samples[base].processor)
+            lines.append(_row(base, samples[base], "", ""))
+            lines.append(_row(name, samples[name], ratio.format(), busy.format()))
+            goals.append(verdict(f"{name} takes <= {bound} of {base}", ratio, bound))
+    return "\n".join([*lines, "", *goals])
+
+
+def _row(name: str, samples: Samples, wall: str, processor: str) -> str:
+    times = [1000 * statistics.median(values) for values in (samples.wall, samples.processor)]
+    return f"| {name} | {times[0]:.2f} | {wall} | {times[1]:.2f} | {processor} |"

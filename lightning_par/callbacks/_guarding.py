@@ -1,0 +1,297 @@
+"""What `NaNRewind` is made of: the window of an optimizer step, what is refused, and what is told."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_par.errors import ParallelConfigError, Problem, Problems
+from lightning_par.parallel.random import random_state, set_random_state
+from lightning_par.parallel.shards import to_local
+from lightning_par.resilience.control import StepControl
+from lightning_par.resilience.guard import Reading, StepGuard, Verdict
+from lightning_par.strategies import MeshStrategy, _compat_steps, rewinding
+
+log = logging.getLogger("lightning_par.callbacks.nan_rewind")
+
+_MAX_SAMPLES = 16
+
+
+@dataclass
+class Window:
+    """The batches of one optimizer step, and what they change beside parameters.
+
+    Attributes:
+        buffers: Copies by name; their memory is used again by the next window.
+        is_open: Whether a batch of it has begun.
+        batches: How many have.
+        losses: Of its micro-batches, since the last optimizer step.
+        random: The state of the default generators before it.
+    """
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    is_open: bool = False
+    batches: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    random: dict[str, Any] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def open(self, module: nn.Module | None) -> None:
+        """Begin, with copies of the buffers of a module; which of them it is going to change nobody knows before."""
+        self.is_open, self.losses, self.random = True, [], random_state()
+        for name, buffer in [] if module is None else module.named_buffers():
+            kept = self.buffers.get(name)
+            if buffer.is_meta:
+                continue
+            if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype or kept.device != buffer.device:
+                self.buffers[name] = buffer.detach().clone()
+            else:
+                kept.copy_(buffer)
+
+    def restore(self, module: nn.Module) -> None:
+        """Leave buffers and generators as if the window had never been."""
+        set_random_state(self.random)
+        self.restore_buffers(module)
+
+    @torch.no_grad()
+    def restore_buffers(self, module: nn.Module, *, only_bad: bool = False) -> None:
+        """Put the buffers back; with `only_bad` those that are not finite."""
+        for name, buffer in module.named_buffers():
+            if name in self.buffers and not (only_bad and bool(torch.isfinite(buffer).all())):
+                buffer.copy_(self.buffers[name])
+
+
+@dataclass(frozen=True)
+class At:
+    """Which optimizer step it is.
+
+    Attributes:
+        step: Its number.
+        epoch: Its epoch.
+        batches: How many batches of the epoch have been read.
+        window: How many of them are of the step.
+    """
+
+    step: int
+    epoch: int
+    batches: int
+    window: int
+
+    @classmethod
+    def now(cls, trainer: pl.Trainer, window: Window) -> At:
+        """The one that is about to be taken."""
+        return cls(trainer.global_step, trainer.current_epoch, rewinding.batches_done(trainer), window.batches)
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch}, batch {self.batches - 1})"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank knows of a step that is left out.
+
+    Attributes:
+        losses: Of the micro-batches.
+        norm: Of its gradients.
+        parameter: The first one whose gradient is not finite.
+        samples: Their indices in the dataset, where they are known.
+    """
+
+    losses: tuple[float, ...]
+    norm: float
+    parameter: str | None
+    samples: list[Any] | None
+
+    def is_bad(self, verdict: Verdict) -> bool:
+        """Whether it is this rank that has what the verdict is about."""
+        if verdict.rule == "spike":
+            mean = math.fsum(self.losses) / max(len(self.losses), 1)
+            return (mean if verdict.what == "loss" else self.norm) > verdict.limit
+        values = self.losses if verdict.what == "loss" else (self.norm,)
+        return verdict.what == "parameters" or not all(map(math.isfinite, values))
+
+
+def describe(at: At, verdict: Verdict, everyone: Sequence[Facts], ranks: Sequence[int]) -> str:
+    """Say what was wrong with a step, on which ranks, with their values and samples."""
+    what = {
+        "nonfinite": f"the {verdict.what} {'is' if verdict.what == 'loss' else 'are'} not finite",
+        "spike": spike(verdict),
+        "parameters": "parameters or optimizer state are not finite",
+    }[verdict.rule]
+    lines = [f"{at}: {what}, on rank {', '.join(map(str, ranks))} of {len(everyone)}"]
+    for rank in ranks:
+        facts = everyone[rank]
+        losses = ", ".join(f"{loss:.5g}" for loss in facts.losses)
+        line = f"  - rank {rank}: loss {losses or 'unknown'}; gradient norm {facts.norm:.5g}"
+        if facts.parameter is not None:
+            line += f"; first in {facts.parameter}"
+        if facts.samples is not None:
+            more = ", ..." if len(facts.samples) > _MAX_SAMPLES else ""
+            line += f"; samples {', '.join(map(str, facts.samples[:_MAX_SAMPLES]))}{more}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def spike(verdict: Verdict) -> str:
+    """Name a spike."""
+    what = "a loss" if verdict.what == "loss" else "a gradient norm"
+    return f"{what} of {verdict.value:.5g} is above {verdict.limit:.5g}"
+
+
+def log_on_rank_zero(trainer: pl.Trainer, text: str) -> None:
+    """Warn once."""
+    if trainer.is_global_zero:
+        log.warning(text)
+
+
+def call_all(functions: list[Callable[[], None]]) -> None:
+    """Call all, the last one first, and forget them."""
+    while functions:
+        functions.pop()()
+
+
+def first_bad(module: nn.Module) -> str | None:
+    """The first parameter that is not finite or whose gradient is not, or None."""
+    for name, param in module.named_parameters():
+        for tensor in (param, param.grad):
+            if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(to_local(tensor)).all()):
+                return name
+    return None
+
+
+def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    """Parameters and optimizer state."""
+    yield from (param for param in module.parameters() if not param.is_meta)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def unscaled(reading: Reading, optimizer: Optimizer, scale: float | None) -> Reading:
+    """Take the scale of an fp16 scaler out of what was read."""
+    if scale is None:
+        return reading
+    # Such optimizers take it out of the gradients themselves, later.
+    later = _compat_steps.takes_out_scale(optimizer)
+    losses = tuple(loss / scale for loss in reading.losses)
+    return Reading(losses, reading.norm / (scale if later else 1.0), reading.corrupt)
+
+
+def stands_still_without_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step without gradients is known to change nothing: torch's optimizers are so."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable[[], None]:
+    """Let an optimizer run its closure first, and step only if it is told to.
+
+    Returns:
+        A function that undoes it.
+    """
+    patched = optimizer.__dict__.get("step")
+    step: Any = optimizer.step
+
+    def ask(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is None:
+            return step(**kwargs) if taken() else None
+        with torch.enable_grad():
+            loss = closure()
+        # An optimizer may run it again; the first time is this one.
+        runs = itertools.chain([lambda: loss], itertools.repeat(closure))
+        return step(closure=lambda: next(runs)(), **kwargs) if taken() else loss
+
+    def undo() -> None:
+        if patched is None:
+            optimizer.__dict__.pop("step", None)
+        else:
+            optimizer.step = patched  # type: ignore[method-assign]
+
+    optimizer.step = ask  # type: ignore[method-assign]
+    return undo
+
+
+def refuse(*problems: Iterable[Problem]) -> None:
+    """Raise `ParallelConfigError` with all problems, if there is any."""
+    found = Problems()
+    for some in problems:
+        found.extend(list(some))
+    found.raise_if_any()
+
+
+def guard_problems(make_guard: Callable[[StepControl], StepGuard]) -> list[Problem]:
+    """Which of the numbers that a guard is given make no sense."""
+    try:
+        make_guard(StepControl())
+    except ParallelConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def option_problems(every: int | None, keep: int, min_age: int | None, data: str) -> list[Problem]:
+    """Which options of `NaNRewind` make no sense."""
+    problems = Problems()
+    for name, value in (("snapshot_every_n_steps", every), ("keep_snapshots", keep)):
+        if value is not None and value < 1:
+            problems.add(f"NaNRewind: {name} is {value}; it is at least 1", f"{name}=1")
+    oldest = (keep - 1) * (every or 0)
+    if every is not None and min_age is not None and not 0 <= min_age <= oldest:
+        problems.add(
+            f"NaNRewind: min_age is {min_age}, and the oldest of {keep} snapshots, one every {every} steps, may be "
+            f"{oldest} steps old",
+            f"keep_snapshots={1 + math.ceil(min_age / max(every, 1))}" if min_age > 0 else "min_age=0",
+        )
+    if data not in ("skip_past", "replay"):
+        problems.add(f"NaNRewind: data is {data!r}; it is 'skip_past' or 'replay'", "data='skip_past'")
+    return list(problems)
+
+
+def strategy_problems(trainer: pl.Trainer, *, replay: bool) -> list[Problem]:
+    """Why steps cannot be judged, or batches not come again, under a strategy."""
+    strategy, problems = trainer.strategy, Problems()
+    name = type(strategy).__name__
+    if not isinstance(strategy, MeshStrategy | SingleDeviceStrategy | DDPStrategy):
+        problems.add(f"NaNRewind cannot leave out a step of {name}, which steps by itself", 'strategy="par_fsdp"')
+    if replay and not isinstance(strategy, MeshStrategy):
+        problems.add(
+            f"NaNRewind: data is 'replay', and under {name} loaders cannot go back; that needs a strategy of "
+            "lightning_par, also on one device",
+            "data='skip_past', or strategy='par_ddp'",
+            "data: skip_past",
+        )
+    return list(problems)
+
+
+def fit_problems(trainer: pl.Trainer, *, replay: bool) -> list[Problem]:
+    """With which optimizers and loaders of a fit steps cannot be left out or come again."""
+    problems = Problems()
+    scaler = rewinding.scaler_of(trainer)
+    for optimizer in trainer.optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            problems.add(
+                f"NaNRewind cannot leave out a step of {name}: it runs a batch several times in one step",
+                "leave NaNRewind out (lightning-par fit: --defaults.nan_rewind false)",
+            )
+        if (
+            scaler is not None
+            and not isinstance(trainer.strategy, MeshStrategy)
+            and _compat_steps.takes_out_scale(optimizer)
+        ):
+            problems.add(
+                f"NaNRewind cannot leave out a step of a fused {name} with the fp16 scaler that "
+                f"{type(trainer.strategy).__name__} uses",
+                "fused=False, precision='bf16-mixed', or strategy='par_ddp'",
+            )
+    if replay:
+        problems.extend(rewinding.replay_problems(trainer))
+    return list(problems)
