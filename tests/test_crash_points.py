@@ -40,26 +40,36 @@ def places(ranks: int) -> list[tuple[str, int]]:
 
 
 def matrix() -> list[object]:
-    """Every place, in runs of two and four ranks that save while training waits and while it goes on."""
+    """Every place, in runs of two ranks that save while training waits and while it goes on."""
     quick = {
         (2, "sync", "in_shard", 1),
         (2, "async", "shard_written", 1),
         (2, "async", "latest_written", 0),
         (2, "sync", "in_load", 1),
     }
-    cases = [
-        (ranks, mode, *place)
-        for ranks in (2, 4)
-        for mode in MODES
-        for place in places(ranks)
-        if ranks == 2 or mode == "sync" or place in FAR_FROM_THE_FIRST
-    ]
+    cases = [(2, mode, *place) for mode in MODES for place in places(2)]
+    # There is a removal once in a run.
+    cases.append((4, "sync", "trash_renamed", 0))
     assert quick <= set(cases)
     slow = {True: (), False: (pytest.mark.slow,)}
     return [
         pytest.param(*case, id=f"{case[2]}-rank{case[3]}of{case[0]}-{case[1]}", marks=slow[case in quick])
         for case in cases
     ]
+
+
+def chains() -> list[object]:
+    """Every place in runs of four ranks, a few in each: a start is killed where the one before has led it."""
+    alone = ("in_load", "trash_renamed")
+    saves = [place for place in places(4) if place[0] not in alone]
+    loads = [("in_load", rank) for rank in range(4)]
+    # More loads in a row would be starts without progress.
+    found = [("sync", saves[i : i + 3]) for i in range(0, len(saves), 3)]
+    found += [("sync", [("committed", 0), *loads[i : i + 2]]) for i in (0, 2)]
+    found += [("async", FAR_FROM_THE_FIRST[i : i + 2]) for i in (0, 2)]
+    assert {place for _, chain in found for place in chain} == set(places(4)) - {("trash_renamed", 0)}
+    name = lambda chain: "+".join(f"{point}-rank{rank}" for point, rank in chain)
+    return [pytest.param(mode, chain, id=f"{name(chain)}-{mode}") for mode, chain in found]
 
 
 @functools.cache
@@ -116,3 +126,28 @@ def test_killed(tmp_path: Path, ranks: int, mode: str, point: str, rank: int) ->
     # When all have told the first rank that they are done, it commits alone, or hears first that one is gone.
     either = point == "outcome_gathered" and rank != 0
     assert story.starts[-1] in ((EVERY, 2 * EVERY) if either else (resumed,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "chain"), chains())
+def test_killed_again_and_again(tmp_path: Path, mode: str, chain: list[tuple[str, int]]) -> None:
+    job = job_of(4, mode)
+    story = Story(tmp_path, job)
+    # Where the next start may begin.
+    at = {0}
+    for point, rank in chain:
+        first = not story.starts
+        each = reached(job)[point, rank] // SAVES
+        nth = 1 if point == "in_load" else first * each + (each + 1) // 2
+        died(story.run(crash=f"{point}@{rank}@{nth}:kill"), rank)
+        assert point == "in_load" or story.starts[-1] in at
+        at = set() if point != "in_load" else at
+        begun = story.starts[-1] + EVERY * (1 + first)
+        if point != "in_load":
+            at |= {begun} if point in COMMITTED else {begun - EVERY}
+        if point == "outcome_gathered" and rank != 0:
+            at.add(begun)
+    starts = len(story.starts)
+    story.finish()
+    # A start at the last step has nothing to train.
+    assert story.starts[starts:] in ([[step] for step in at] if STEPS not in at else [[], *([step] for step in at)])

@@ -17,6 +17,7 @@ from probe import (
     ddp_and_fsdp,
     launched,
     layouts,
+    listed,
     long_run,
     same,
     strategy_of,
@@ -226,8 +227,9 @@ def test_typical_optimizers_train_and_resume(layout: str, tmp_path: Path) -> Non
     assert_resumed_as_never_stopped(TYPICAL, layout, tmp_path)
 
 
+# ZeRO-2 steps as ZeRO-1 does.
 @pytest.mark.slow
-@layouts("fsdp")
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp2x2"])
 def test_all_optimizers_train_and_resume(layout: str, tmp_path: Path) -> None:
     assert_resumed_as_never_stopped([n for n in OPTIMIZERS if n not in (*TYPICAL, "LBFGS")], layout, tmp_path)
 
@@ -438,8 +440,14 @@ def accumulate_in_one_process() -> dict[str, tuple[int, dict[str, Tensor]]]:
     return run_ranks(1, accumulate, "one")[0]
 
 
-@ddp_and_fsdp
-@pytest.mark.parametrize("sync", ["auto", long_run(True), long_run(False)])
+@pytest.mark.parametrize(
+    ("layout", "sync"),
+    listed(
+        [*((layout, "auto") for layout in LAYOUTS), ("zero1", True), ("ddp", False), ("fsdp", False)],
+        ("ddp", "auto"),
+        ("fsdp", "auto"),
+    ),
+)
 def test_accumulation_with_a_short_last_window(layout: str, sync: Any) -> None:
     for found in run_ranks(LAYOUTS[layout][0], accumulate, layout, sync_every_batch=sync):
         for name, (steps, expected) in accumulate_in_one_process().items():

@@ -23,23 +23,16 @@ CHANGES: list[tuple[str, str, str, str, bool]] = [
     ("pp x fsdp", "zbv", "sharded", "embedding", True),
     ("zbv", "pp x fsdp", "sharded", "embedding", False),
     ("pp x ddp", "pp", "sharded", "decay", True),
-    ("one process", "pp", "full", "decay", False),
     ("one process", "interleaved", "full", "embedding", True),
     ("pp", "one process", "full", "embedding", True),
-    ("pp x fsdp", "one process", "full", "decay", True),
     ("pp x tp", "one process", "full", "decay", False),
-    ("interleaved", "one process", "full", "embedding", False),
     ("fsdp", "pp", "full", "decay", False),
-    ("fsdp", "zbv", "sharded", "decay", True),
     ("tp", "pp x tp", "sharded", "embedding", False),
     ("pp x tp", "pp x ddp", "full", "decay", False),
     ("pp x tp", "fsdp", "sharded", "decay", True),
-    ("pp x ddp", "gpipe", "sharded", "embedding", False),
     ("gpipe", "tp", "sharded", "decay", False),
     ("interleaved", "pp x tp", "sharded", "embedding", True),
-    ("pp x fsdp", "pp x ddp", "full", "embedding", False),
     ("pp", "pp", "sharded", "decay", False),
-    ("pp", "pp", "full", "decay", False),
 ]
 
 

@@ -121,8 +121,9 @@ def test_two_ranks_give_the_numbers_of_one_process(name: str) -> None:
         assert simulated.accepted
 
 
+# More ranks than two differ where heads are fused, shared or normalised, and where there are experts.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mixtral", "sized"])
 def test_four_ranks_give_the_numbers_of_one_process(name: str) -> None:
     for error, communicating, simulated in run_ranks(4, compare_on_ranks, name, planned(name, 4)):
         assert error < 1e-9
