@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
         "benchmark",
         choices=["checkpoint", "data", "guard", "pipeline", "replay"],
         help="checkpoint: saves of the same state; data: the data-parallel family; guard: steps with NaNRewind, "
-        "and its snapshots; pipeline: the schedules against "
+        "StallWatchdog and ThroughputMonitor, and snapshots; pipeline: the schedules against "
         "their simulation; replay: replayed pipelines against stages written by hand",
     )
     run.add_argument("--rounds", type=int, default=9, help="all but pipeline: how often each variant has its turn")

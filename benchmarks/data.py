@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -216,6 +217,10 @@ class InTrainer(pl.Callback):
 
     def _fit(self) -> None:
         self._turn.acquire()
+        with tempfile.TemporaryDirectory() as folder:
+            self._train(folder)
+
+    def _train(self, folder: str) -> None:
         try:
             torch.manual_seed(0)
             trainer = pl.Trainer(
@@ -230,6 +235,8 @@ class InTrainer(pl.Callback):
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
+                # What callbacks write.
+                default_root_dir=folder,
             )
             trainer.fit(self._module(self._size), batches(self._size, self._steps * self._accumulate, self._seed))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""What `NaNRewind` adds to a step, and what a snapshot costs beside a plain copy of the same bytes.
+"""What looking after a run adds to its steps, and what a snapshot costs beside a plain copy of the same bytes.
 
 Two ranks on gloo, one thread each; all variants live in the same two processes and take turns.
 """
@@ -20,17 +20,28 @@ from torch import Tensor
 from benchmarks.data import GPT, RANKS, InTrainer, Module, Size, optimizer, quietly, verdict
 from benchmarks.timing import Samples, interleave, load, ratios
 from lightning_par import strategies
-from lightning_par.callbacks import NaNRewind
+from lightning_par.callbacks import NaNRewind, StallWatchdog, ThroughputMonitor
 from lightning_par.resilience.snapshots import SnapshotRing
 from lightning_par.testing import run_ranks
 
 FULL = Size(width=256, layers=6, vocabulary=2048, length=128, batch=4)
 QUICK = Size(width=32, layers=2, vocabulary=64, length=8, imports=0)
 PLAIN, TAKEN = "plain copy of the same bytes", "SnapshotRing.take"
+
+
+def guards() -> list[Any]:
+    """Without snapshots, which are measured apart."""
+    return [
+        NaNRewind(snapshot_every_n_steps=None, check_params_every=None),
+        StallWatchdog(),
+        ThroughputMonitor(every_n_steps=10),
+    ]
+
+
 STEPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
-    f"{name}{', NaNRewind' if guarded else ''}": (
+    f"{name}{', NaNRewind, StallWatchdog, ThroughputMonitor' if guarded else ''}": (
         strategy,
-        (lambda: [NaNRewind(snapshot_every_n_steps=None, check_params_every=None)]) if guarded else list,
+        guards if guarded else list,
     )
     for name, strategy in (("par_ddp", strategies.DataParallelStrategy), ("par_fsdp", strategies.FSDP2Strategy))
     for guarded in (False, True)
