@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class ParallelConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ParallelConfigError], tuple[Problem, ...]]:
         return type(self), self.problems
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an option is a number at all: a text from a shell or a form is not, though it may look like one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Problems:

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_par.cli import main
 from lightning_par.resilience.charts import MAX_POINTS, Line, line_chart, short, thin
-from lightning_par.resilience.events import FILE
+from lightning_par.resilience.events import FILE, read_events
 from lightning_par.resilience.goodput import LOSSES, goodput
 from lightning_par.resilience.report_page import page, text
 from lightning_par.resilience.run_summary import summarise
@@ -151,7 +151,7 @@ def test_the_page_has_every_part_and_needs_nothing_else() -> None:
         "Loss", "Throughput", "Where the time of a step goes", "Memory by rank", "Goodput", "Starts", "Checkpoints",
         "Work by rank, and stragglers",
         "a <b>run</b> & more", "node<1>&", "stopped by SIGTERM on rank 0, saved /runs/a/step-00000150",
-        "left no word: killed, or still running", "stalled; rank 1 is <behind>", "start 2 at step 50",
+        "left no word: killed, or still running", "stalled; rank 1: is <behind>", "start 2 at step 50",
         "rewind from step 90 to 70, from memory",
         "checkpoint of step 50: /runs/<a>/step-00000050", "step 65 skipped: nonfinite, value nan, ranks 1", "0.60",
     ):  # fmt: skip
@@ -169,12 +169,113 @@ def test_the_page_has_every_part_and_needs_nothing_else() -> None:
         [{"time": 1.0, "kind": "stall", "verdicts": None}, {"time": 2.0, "kind": "rewind", "step": 4}],
         [{"time": 1.0, "kind": "step", "step": 5, "step_seconds": 0.1, "split": {}, "memory_bytes": [None, 3]}],
         [{"time": 1.0, "kind": "step", "step": 5, "loss": 0.0, "per_second": 0.0, "split": {"data": 0.0}}],
+        [
+            {"time": 1e20, "kind": "start"},
+            {"time": -1.0, "kind": "start"},
+            {"time": 1.0, "kind": "step", "step": 10**400},
+        ],
+        [{"time": 1.0, "kind": "start", "init_seconds": math.nan, "load_seconds": math.inf, "step": 10**400}],
+        [{"time": 1.0, "kind": "skip", "step": 3, "ranks": 1}, {"time": 2.0, "kind": "stall", "guilty": 3}],
+        [{"time": 1.0, "kind": "step", "step": 5, "memory_bytes": [math.nan, 10**400], "own_seconds": [math.inf, 1]}],
         [{"time": 1.0, "kind": "checkpoint"}, {"time": 1.0, "kind": "straggler"}, {"time": 1.0, "kind": "parity"}],
     ],
 )
 def test_any_events_make_a_page_and_a_text(events: list[dict[str, Any]]) -> None:
     checked(events)
     assert text(summarise(events), "run").startswith("run")
+
+
+def test_a_stall_inside_of_a_step_is_lost_once_and_told_though_training_went_on() -> None:
+    story = Story()
+    story.start(0)
+    story.steps(0, 20)
+    # Ten steps of half a second, of which one stood still for a minute: seen after fifty seconds.
+    story.tell("stall", 22, 51.0, verdicts={"0": "waits", "1": "is late"}, guilty=[1], still=50.0, report="stalls/1")
+    story.tell("stall_over", 22, 10.0, seconds=10.0)
+    story.tell("step", 30, 4.0, step_seconds=6.5, split=SPLIT)
+    story.tell("end", 30, how="ValueError: other", status=1)
+    found = goodput(story.events)
+    assert found.lost["stalls"] == pytest.approx(60.0)
+    assert found.productive + found.lost["saves"] == pytest.approx(15.0)
+    assert found.productive + sum(found.lost.values()) == pytest.approx(found.wall)
+    run = summarise(story.events)
+    assert run.starts[0].end == "ValueError: other"
+    words = checked(story.events).words
+    assert "rank 1: is late" in words
+    assert "waits" not in words
+    assert "1 min 00 s" in words
+
+
+def test_times_that_go_back_and_starts_that_overlap_make_no_more_time_than_there_was() -> None:
+    story = Story()
+    story.start(0)
+    story.steps(0, 100)
+    story.time -= 40
+    story.start(0)
+    story.steps(0, 200)
+    story.time -= 500
+    story.tell("end", 100, how="finished", status=0)
+    found = goodput(story.events)
+    assert 0 < found.share <= 1
+    assert min(found.lost.values()) >= 0
+    assert found.productive + sum(found.lost.values()) == pytest.approx(found.wall)
+    checked(story.events)
+
+
+@pytest.mark.parametrize(("first", "count", "step"), [(1.0, 2, 30), ("nan", 4, 10), (math.nan, 4, 10)])
+def test_a_loss_that_is_no_number_is_told(first: Any, count: int, step: int) -> None:
+    story = Story()
+    story.start(0)
+    story.steps(0, 20, loss=first)
+    story.steps(20, 40, loss="nan")
+    told = checked(story.events).words
+    assert (
+        f"The loss is nan in {2 if first == 1.0 else 4} of the reports, first in step {30 if first == 1.0 else 10}."
+        in told
+    )
+    assert "Not recorded" not in told
+    assert "step 40, loss nan," in text(summarise(story.events), "run")
+
+
+def test_ranks_that_a_restart_has_not_are_drawn_as_far_as_they_were() -> None:
+    story = Story()
+    story.start(0)
+    story.steps(0, 50, memory_bytes=[2**30] * 4)
+    story.start(50)
+    story.steps(50, 100, memory_bytes=[2**30] * 2)
+    assert "rank 3" in checked(story.events).words
+
+
+def test_several_runs_in_one_directory_are_told_from_restarts() -> None:
+    story = Story()
+    story.start(0)
+    story.steps(0, 50)
+    story.tell("end", 50, how="finished", status=0)
+    story.start(0)
+    said = "Start 2 began at step 0 after start 1 had finished"
+    assert said in checked(story.events).words
+    assert said in text(summarise(story.events), "run")
+    assert "had finished" not in checked(whole_story().events).words
+
+
+def test_the_rank_that_failed_is_told_and_not_the_one_that_lost_it() -> None:
+    story = Story()
+    story.start(0)
+    story.tell("error", 7, rank=1, how="ValueError: no image")
+    story.tell("stall", 7, verdicts={"1": "its training has ended"}, guilty=[1])
+    story.tell("end", 7, how="RuntimeError: gloo: connection closed by peer", status=1, follows=True)
+    story.start(0)
+    story.tell("error", 7, rank=1, how="OSError: no disk")
+    story.start(0)
+    story.tell("end", 7, how="ValueError: mine", status=1, follows=False)
+    story.tell("error", 7, rank=1, how="ValueError: yours")
+    ends = ["rank 1: ValueError: no image", "rank 1: OSError: no disk", "ValueError: mine"]
+    assert [start.end for start in summarise(story.events).starts] == ends
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b'\xff\xfe\n{"time": 1.0, "kind": "start"}\n[]\n' + b"[" * 100_000 + b'\n{"time": 2')
+    assert read_events(tmp_path) == [{"time": 1.0, "kind": "start"}]
 
 
 def test_thousands_of_steps_are_thinned_out_and_peaks_stay() -> None:
@@ -186,7 +287,10 @@ def test_thousands_of_steps_are_thinned_out_and_peaks_stay() -> None:
     story = Story()
     story.start(0)
     story.steps(0, 60_000)
-    assert len(page(summarise(story.events), "long")) < 150_000
+    for step in range(0, 60_000, 10):
+        story.tell("checkpoint", step)
+    assert "checkpoint (each 15th is shown)" in page(summarise(story.events), "long")
+    assert len(page(summarise(story.events), "long")) < 200_000
 
 
 def test_values_far_apart_are_drawn_on_a_logarithmic_scale() -> None:
@@ -209,7 +313,7 @@ def test_the_command_writes_text_and_page(
     assert main() == 0
     said = capsys.readouterr().out
     assert "start 3: " in said
-    assert "1 skipped steps, 1 rewinds, 1 checkpoints, 1 straggler reports" in said
+    assert "1 skipped steps, 1 rewinds, 1 checkpoints, 1 stalls, 1 straggler reports" in said
     assert "goodput" in said
     assert html.read_text().startswith("<!doctype html>")
     monkeypatch.setattr(sys, "argv", ["lightning-par", "report", str(tmp_path / "nowhere")])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +120,20 @@ def test_a_stack_shows_where_a_thread_is() -> None:
     assert any("in in_users_code: go.wait()  # here" in line for line in stack[:2])
     assert not any("in _bootstrap" in line for line in stack)
     assert stack_of(thread.ident or 0) == []
+
+
+def test_the_package_that_waits_is_told_too() -> None:
+    client = str(Path(sysconfig.get_paths()["purelib"], "client", "read.py"))
+    known: dict[str, Any] = {}
+    exec(compile("def read(come, go):\n    come.set()\n    go.wait()\n", client, "exec"), known)
+    come, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=known["read"], args=(come, go))
+    thread.start()
+    come.wait()
+    # Until the thread is inside of `wait`.
+    while len(stack := stack_of(thread.ident or 0)) < 2:
+        pass
+    go.set()
+    thread.join()
+    assert f"{client}:3 in read" in stack[1]
+    assert "threading.py" in stack[0]

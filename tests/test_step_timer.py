@@ -53,6 +53,19 @@ def test_each_moment_of_a_step_is_of_one_phase() -> None:
     assert (first.index, second.index, first.seconds, first.own) == (0, 1, 8.0, 4.0)
 
 
+def test_a_save_after_a_validation_counts_though_the_validation_does_not() -> None:
+    seen: list[StepTimes] = []
+    timer = StepTimer(WallClock(Ticks()))
+    timer.listeners.append(seen.append)
+    with timer.running():
+        timer.phase(None)
+        with timer.within("checkpoint"):
+            pass
+        timer.phase("data")
+        timer.end_step()
+    assert seen[0].split == dict.fromkeys(PHASES, 0.0) | {"other": 1.0, "checkpoint": 1.0, "data": 1.0}
+
+
 def waits() -> Any:
     original = dist.Work.wait
     seen: list[StepTimes] = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
+import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,21 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from probe import long_run, some
 from torch.optim import optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_par.callbacks import CommittedCheckpoint, StragglerMonitor, ThroughputMonitor, timed_steps
+from lightning_par.callbacks import (
+    CommittedCheckpoint,
+    StragglerMonitor,
+    ThroughputMonitor,
+    throughput_monitor,
+    timed_steps,
+)
 from lightning_par.errors import ParallelConfigError
 from lightning_par.resilience import gathering
 from lightning_par.resilience.events import read_events
+from lightning_par.resilience.phases import PHASES
 from lightning_par.resilience.step_timer import StepTimer, WallClock
+from lightning_par.resilience.throughput import Throughput, ThroughputReport
 from lightning_par.testing import run_ranks
 from models import LENGTH, NanoGPT, loader
 from parity import BATCH, LAYOUTS, build_strategy, make_trainer
@@ -217,6 +228,105 @@ def test_a_start_that_fails_is_noted_with_its_status_and_leaves_nothing(tmp_path
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+class FailingOnOne(NanoGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            if self.trainer.global_rank == 1:
+                raise ValueError("no image")
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_one(directory: str) -> None:
+    strategy = build_strategy(("DataParallelStrategy", {}), "trainer")
+    trainer = make_trainer(2, strategy, max_steps=2, callbacks=[ThroughputMonitor()], default_root_dir=directory)
+    with contextlib.suppress(ValueError, RuntimeError):
+        trainer.fit(FailingOnOne(), batches(dist.get_rank(), 2))
+
+
+def test_the_rank_that_failed_says_so_and_the_one_that_lost_it_that_it_follows(tmp_path: Path) -> None:
+    run_ranks(2, fail_on_one, str(tmp_path))
+    told = {event["kind"]: event for event in read_events(tmp_path)}
+    assert (told["error"]["rank"], told["error"]["how"]) == (1, "ValueError: no image")
+    assert told["end"]["follows"]
+
+
+class Interrupted(NanoGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_the_status_of_an_interrupted_start_is_that_of_the_process(tmp_path: Path) -> None:
+    with restored_signals(), pytest.raises(SystemExit) as ended:
+        one_process(tmp_path, module=Interrupted())
+    assert [event["status"] for event in read_events(tmp_path) if event["kind"] == "end"] == [ended.value.code]
+
+
+@contextlib.contextmanager
+def restored_signals() -> Iterator[None]:
+    """Lightning ignores SIGINT from an interrupt on."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Opaque:
+    """A batch in which nobody finds a tensor."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+
+class OpaqueGPT(NanoGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(default_collate(batch.samples), batch_idx)
+
+
+def test_batches_without_tensors_are_said_not_to_be_counted(tmp_path: Path) -> None:
+    data = DataLoader(batches(0, 1).dataset, BATCH, collate_fn=Opaque)
+    for count, expected in (None, 0), (lambda batch: len(batch.samples), BATCH):
+        monitor = ThroughputMonitor(2, count=count)
+        trainer = make_trainer(1, "auto", max_steps=4, callbacks=[monitor], default_root_dir=tmp_path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(OpaqueGPT(), data)
+        told = [one for one in caught if "finds no tensor in a batch, which is a Opaque" in str(one.message)]
+        assert len(told) == (count is None)
+        assert monitor.last.per_second * monitor.last.step_seconds == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_in_a_url_goes_on_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="no events are written for lightning-par report, as default_root_dir"):
+        one_process("memory://run")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_of_a_kind_are_refused(tmp_path: Path) -> None:
+    for kind in ThroughputMonitor, StragglerMonitor:
+        trainer = make_trainer(1, "auto", max_steps=1, callbacks=[kind(), kind()], default_root_dir=tmp_path)
+        with pytest.raises(ParallelConfigError, match=f"more than one callback is {kind.__name__}"):
+            trainer.fit(NanoGPT(), batches(0, 1))
+
+
+def test_what_holds_the_step_up_is_told_when_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(throughput_monitor, "rank_zero_info", told.append)
+    found = [ThroughputReport(1, 1.0, dict.fromkeys(PHASES, 0.0) | {phase: 1.0}, "samples", 1.0, [1.0], [1.0], None,
+                              None, None, [1], None) for phase in ("forward_backward", "data")]  # fmt: skip
+    reports = [found[i] for i in (0, 1, 0, 1, 1, 0, 1, 1, 1, 1)]
+    monkeypatch.setattr(Throughput, "report", lambda self, loss: reports.pop(0) if reports else None)
+    monitor = ThroughputMonitor(1, flops=False)
+    trainer = make_trainer(1, "auto", max_steps=10, callbacks=[monitor], default_root_dir=tmp_path)
+    trainer.fit(NanoGPT(), batches(0, 1, 10))
+    assert [line.partition(" is ")[0] for line in told] == [
+        "step 1: computation", "step 9: data loading", "ThroughputMonitor: 1 samples/s, 1000 ms a step; data loading",
+    ]  # fmt: skip
+
+
 def save(directory: str) -> None:
     callbacks = [ThroughputMonitor(every_n_steps=1), CommittedCheckpoint(every_n_steps=2, asynchronous=False)]
     strategy = build_strategy(("DataParallelStrategy", {}), "trainer")
@@ -281,6 +391,9 @@ class Timed(NanoGPT):
         self.clock.add(0.5)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.add(1000.0)
+
+    def on_validation_end(self) -> None:
         self.clock.add(1000.0)
 
     def configure_optimizers(self) -> Any:
@@ -364,7 +477,8 @@ def test_a_short_run_reports_in_the_end(tmp_path: Path) -> None:
 
 
 def test_all_wrong_arguments_are_named() -> None:
-    with pytest.raises(ParallelConfigError, match=r"units of ThroughputMonitor is 'words'[\s\S]*peak_tflops"):
-        ThroughputMonitor(units="words", peak_tflops=0)  # type: ignore[arg-type]
+    with pytest.raises(ParallelConfigError) as error:
+        ThroughputMonitor("10", units="words", peak_tflops="312", count=3)  # type: ignore[arg-type]
+    assert len(error.value.problems) == 4
     with pytest.raises(ParallelConfigError, match="every_n_steps of ThroughputMonitor is 0"):
         ThroughputMonitor(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import threading
@@ -290,6 +291,26 @@ def test_options_that_make_no_sense_are_refused_together() -> None:
     assert len(error.value.problems) == 4
     for words in ("timeout is 0", "'panic'", "'nap': 3", "'save': -1", 'phase_timeouts={"save": 900.0}'):
         assert words in str(error.value)
+    for options in {"timeout": "120"}, {"timeout": None}, {"phase_timeouts": {"save": "900"}}, {"phase_timeouts": [3]}:
+        with pytest.raises(ParallelConfigError, match="StallWatchdog: "):
+            StallWatchdog(**options)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300])
+def test_a_limit_beyond_all_times_is_none(timeout: float, tmp_path: Path) -> None:
+    with Watchdog(tmp_path, timeout=timeout) as watchdog:
+        watchdog.guard()
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_stacks_of_a_process_that_was_only_stopped_are_not_left_behind(found: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "stalls"
+    with Watchdog(directory) as watchdog:
+        (directory / "stuck-rank-0.txt").write_text("Timeout (0:04:00)!")
+        if found:
+            (directory / "1").mkdir()
+    assert watchdog.directory.exists() == found
+    assert (directory / "stuck-rank-0.txt").exists() == found
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------

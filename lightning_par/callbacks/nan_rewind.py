@@ -215,8 +215,8 @@ class NaNRewind(pl.Callback):
         if not self._only_if_they_fit:
             problems.raise_if_any()
         if len(problems):
-            found = "\n".join(f"  - {problem}" for problem in problems)
-            log_on_rank_zero(trainer, f"NaNRewind leaves steps out and cannot go back to memory:\n{found}")
+            listed = "\n".join(f"  - {problem}" for problem in problems)
+            log_on_rank_zero(trainer, f"NaNRewind leaves steps out and cannot go back to memory:\n{listed}")
             return
         self._ring = ring
         self._take_snapshot(trainer)

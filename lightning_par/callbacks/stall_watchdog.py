@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_par.errors import Problems
+from lightning_par.callbacks.timed_steps import refuse_two
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.watchdog import Action, Watchdog, check_options, leaders_of
 from lightning_par.strategies import MeshStrategy
@@ -21,7 +22,8 @@ class StallWatchdog(Callback):
     """Watches training from a thread of each rank, and reports when it stands still: which rank, where, and why.
 
     A report goes to the log and to ``<default_root_dir>/stalls/<n>/report.txt``, with the Python stacks of all threads
-    and torch's flight recorder of each rank beside it; there is one for each stall, and a line when training goes on.
+    and torch's flight recorder of each rank beside it (where that directory is a URL, in a folder for temporary files
+    that the log names); there is one for each stall, and a line when training goes on.
     Works under any strategy and on one device, in fit, validate, test and predict.
 
     Args:
@@ -57,22 +59,21 @@ class StallWatchdog(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to watch; the ranks have met by now."""
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(one, StallWatchdog) for one in callbacks) > 1:
-            problems = Problems()
-            problems.add("more than one callback is StallWatchdog", "keep one of them")
-            problems.raise_if_any()
+        refuse_two(trainer, StallWatchdog)
         self._close(trainer, "it began anew")
-        root = Path(trainer.default_root_dir)
+        name = str(trainer.strategy.broadcast(uuid.uuid4().hex))
+        root = trainer.default_root_dir
         events = EventLog(root if trainer.global_rank in leaders_of(trainer.world_size) else None)
+        # Threads that have no lock of Python write to files only.
+        stalls = Path(tempfile.gettempdir(), f"stalls-{name}") if "://" in root else Path(root, "stalls")
         self._watchdog = Watchdog(
-            root / "stalls",
+            stalls,
             timeout=self.timeout,
             phase_timeouts=self.phase_timeouts,
             action=self.action,
             events=events,
         )
-        self._watchdog.start(str(trainer.strategy.broadcast(uuid.uuid4().hex)))
+        self._watchdog.start(name)
         strategy = trainer.strategy
         if isinstance(strategy, MeshStrategy):
             strategy.saver.during = lambda: self._watchdog_of().phase("save")
@@ -140,6 +141,10 @@ class StallWatchdog(Callback):
         self._micro = 0 if trainer.global_step != before else self._micro + 1
         self._enter(trainer, "data")
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that what is done at the end of an epoch begins: as much as in a validation, sometimes."""
+        self._enter(trainer, "validation")
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that nothing is expected any more."""
         self._enter(trainer, "idle")
@@ -148,7 +153,8 @@ class StallWatchdog(Callback):
         self._enter(trainer, "validation")
 
     def _evaluated(self, trainer: Trainer, *_: Any) -> None:
-        self._enter(trainer, "data" if trainer.state.fn == TrainerFn.FITTING else "idle")
+        # In a fit until the next batch or epoch: the hooks of the module come after this one, and may take their time.
+        self._enter(trainer, "validation" if trainer.state.fn == TrainerFn.FITTING else "idle")
 
     on_validation_start = on_validation_batch_start = on_validation_batch_end = _evaluate  # type: ignore[assignment]
     on_test_start = on_test_batch_start = on_test_batch_end = _evaluate  # type: ignore[assignment]

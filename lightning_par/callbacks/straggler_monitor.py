@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.callbacks.timed_steps import TimedSteps, events_of
-from lightning_par.errors import Problems
+from lightning_par.errors import Problems, is_number
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.step_timer import StepTimes
 from lightning_par.resilience.stragglers import Straggler, StragglerDetector, changes
@@ -48,12 +48,12 @@ class StragglerMonitor(TimedSteps):
     """
 
     def __init__(self, every_n_steps: int = 100, *, threshold: float = 0.75, patience: int = 2) -> None:
-        super().__init__(every_n_steps)
         problems = Problems()
-        if not 0 < threshold < 1:
+        super().__init__(every_n_steps, problems)
+        if not is_number(threshold) or not 0 < threshold < 1:
             problems.add(f"threshold of StragglerMonitor is {threshold!r}; it lies between 0 and 1", "threshold=0.75")
-        if patience < 1:
-            problems.add(f"patience of StragglerMonitor is {patience!r}; it is at least 1", "patience=2")
+        if not isinstance(patience, int) or patience < 1:
+            problems.add(f"patience of StragglerMonitor is {patience!r}; it is an int >= 1", "patience=2")
         problems.raise_if_any()
         self.stragglers: list[Straggler] = []
         self._threshold, self._patience = threshold, patience

@@ -5,28 +5,31 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_par.callbacks.rank_zero_logger import loss_of_batch
-from lightning_par.callbacks.timed_steps import TimedSteps, events_of
-from lightning_par.errors import Problems
+from lightning_par.callbacks.timed_steps import TimedSteps, events_of, is_tried_out
+from lightning_par.errors import Problems, is_number
 from lightning_par.parallel._compat import tensors_in
 from lightning_par.planner.flops import FlopCounter
 from lightning_par.planner.hardware import peak_flops
 from lightning_par.resilience.errors import DIVERGED, TrainingDivergedError
-from lightning_par.resilience.events import EventLog
+from lightning_par.resilience.events import FILE, EventLog
 from lightning_par.resilience.step_timer import StepTimes
 from lightning_par.resilience.throughput import Throughput, ThroughputReport
 from lightning_par.strategies import MeshStrategy, _compat
 
 # The first step of a start compiles, allocates and proves the layout; in the second one FLOPs are counted.
 _COUNTED_STEP = 1
-_INTERRUPTED = 130
+# Near a limit the phase to look at changes with each report; what stays for so many is told.
+_STAYS = 3
 
 
 class ThroughputMonitor(TimedSteps):
@@ -71,13 +74,15 @@ class ThroughputMonitor(TimedSteps):
         flops: bool = True,
         peak_tflops: float | None = None,
     ) -> None:
-        super().__init__(every_n_steps)
         problems = Problems()
+        super().__init__(every_n_steps, problems)
         if units not in ("auto", "tokens", "samples"):
             problems.add(
                 f"units of ThroughputMonitor is {units!r}; it is 'auto', 'tokens' or 'samples'", 'units="auto"'
             )
-        if peak_tflops is not None and not peak_tflops > 0:
+        if count is not None and not callable(count):
+            problems.add(f"count of ThroughputMonitor is {count!r}; it is a function of a batch", "count=len")
+        if peak_tflops is not None and not (is_number(peak_tflops) and peak_tflops > 0):
             problems.add(f"peak_tflops of ThroughputMonitor is {peak_tflops!r}; it is above 0", "peak_tflops=312")
         problems.raise_if_any()
         self.last: ThroughputReport | None = None
@@ -90,17 +95,19 @@ class ThroughputMonitor(TimedSteps):
         self._flops: FlopCounter | None = None
         self._counting = False
         self._steps = self._in_step = 0
-        self._known_units = False
-        self._verdict = ""
+        self._known_units = self._warned = False
+        self._told = ""
+        self._bottlenecks: list[str] = []
         self._outputs: Any = None
         # When the parts of a start began, in seconds since the epoch: setup, loading, checks before training.
         self._began: dict[str, float] = {}
-        self._open = False
+        self._open = self._keeps_events = False
 
     # -- begin and end -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note when the start began."""
+        super().setup(trainer, pl_module, stage)
         self._began = {"init": time.time()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,11 +126,12 @@ class ThroughputMonitor(TimedSteps):
         self._throughput = Throughput(
             data_rank=data["rank"], peak_flops=peak or _peak(trainer), device=trainer.strategy.root_device
         )
-        self.last, self._verdict, self._known_units = None, "", False
+        self.last, self._told, self._bottlenecks = None, "", []
+        self._known_units = self._warned = False
         self._steps = self._in_step = 0
         self._flops = None
         self._events = events_of(trainer)
-        self._open = True
+        self._open, self._keeps_events = True, not is_tried_out(trainer)
         now = time.time()
         loading = self._began.get("load", now), self._began.get("check", now)
         self._events.write(
@@ -157,11 +165,17 @@ class ThroughputMonitor(TimedSteps):
         self._stop_counting()
         super().on_exception(trainer, pl_module, exception)
         lines = str(exception).splitlines() or [""]
-        self._end(f"{type(exception).__name__}: {lines[0]}".rstrip(": "), _status(exception), trainer.global_step)
+        how, follows = f"{type(exception).__name__}: {lines[0]}".rstrip(": "), _follows(exception)
+        directory = Path(trainer.default_root_dir)
+        # Of what ended the run rank 0 may only see that a rank is gone. Where that rank has another directory, it keeps
+        # to itself.
+        if self._open and self._keeps_events and trainer.global_rank and not follows and (directory / FILE).is_file():
+            EventLog(directory).write("error", trainer.global_step, rank=trainer.global_rank, how=how)
+        self._end(how, _status(exception), trainer.global_step, follows=follows)
 
-    def _end(self, how: str, status: int, step: int) -> None:
+    def _end(self, how: str, status: int, step: int, **facts: Any) -> None:
         if self._open:
-            self._events.write("end", step, how=how, status=status)
+            self._events.write("end", step, how=how, status=status, **facts)
         self._open = False
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -169,14 +183,23 @@ class ThroughputMonitor(TimedSteps):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch, and in one step its FLOPs."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if not self._known_units:
-            self._throughput.units = self._units if self._units != "auto" else _units_of(batch)
-            self._known_units = True
-        self._in_step += self._of_batch(batch) if self._of_batch else units_in(batch, self._throughput.units)
+        self._count_units(batch)
         if self._count_flops and self._steps == _COUNTED_STEP:
             self._flops = self._flops or FlopCounter()
             self._flops.active = self._counting = True
             self._flops.__enter__()
+
+    def _count_units(self, batch: Any) -> None:
+        first, self._known_units = not self._known_units, True
+        if first:
+            self._throughput.units = self._units if self._units != "auto" else _units_of(batch)
+        units = self._of_batch(batch) if self._of_batch else units_in(batch, self._throughput.units)
+        self._in_step += units
+        if first and not units:
+            rank_zero_warn(
+                f"ThroughputMonitor finds no tensor in a batch, which is a {type(batch).__name__}, so it reports 0 "
+                f"{self._throughput.units}/s: ThroughputMonitor(count=lambda batch: ...) says how many it has"
+            )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count none of the optimizer's own products of matrices."""
@@ -211,10 +234,12 @@ class ThroughputMonitor(TimedSteps):
         if found is None:
             return
         if found.mfu is not None and found.mfu > 1:
-            rank_zero_warn(
-                f"ThroughputMonitor leaves out the MFU: it would be {100 * found.mfu:.0f} %, so the peak of the device "
-                "is another one (peak_tflops=...), or FLOPs are not those of most steps"
-            )
+            if not self._warned:
+                rank_zero_warn(
+                    f"ThroughputMonitor leaves out the MFU: it would be {100 * found.mfu:.0f} %, so the peak of the "
+                    "device is another one (peak_tflops=...), or FLOPs are not those of most steps"
+                )
+            self._warned = True
             found = ThroughputReport(**{**vars(found), "mfu": None})
         self.last = found
         for logger in trainer.loggers:
@@ -223,8 +248,10 @@ class ThroughputMonitor(TimedSteps):
         _compat.show_in_progress_bar(trainer, {name: value for name, value in shown.items() if value is not None})
         self._write(trainer, found)
         # What people should act on is said once, not at each report.
-        if found.bottleneck != self._verdict:
-            self._verdict = found.bottleneck
+        self._bottlenecks = [*self._bottlenecks, found.bottleneck][-_STAYS:]
+        stays = not self._told or self._bottlenecks == _STAYS * [found.bottleneck]
+        if stays and found.bottleneck != self._told:
+            self._told = found.bottleneck
             rank_zero_info(f"step {trainer.global_step}: {found.verdict}")
 
     def _write(self, trainer: Trainer, found: ThroughputReport) -> None:
@@ -242,7 +269,7 @@ class ThroughputMonitor(TimedSteps):
             tflops=found.tflops,
             mfu=found.mfu,
             memory_bytes=found.memory_bytes,
-            lr=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None,
+            lr=float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None,
             verdict=found.verdict,
         )
 
@@ -306,10 +333,17 @@ def _layout(trainer: Trainer) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
 
+def _follows(exception: BaseException) -> bool:
+    """Whether it only says that another rank is gone; of gloo it is no more than a RuntimeError."""
+    told = str(exception)
+    return isinstance(exception, dist.DistError) or (isinstance(exception, RuntimeError) and "gloo/" in told)
+
+
 def _status(exception: BaseException) -> int:
     """With which the process will end, if nobody catches the exception."""
     if isinstance(exception, SystemExit):
         return exception.code if isinstance(exception.code, int) else int(exception.code is not None)
     if isinstance(exception, TrainingDivergedError):
         return DIVERGED
-    return _INTERRUPTED if isinstance(exception, KeyboardInterrupt) else 1
+    # After a KeyboardInterrupt, too: Lightning turns it into that status.
+    return 1

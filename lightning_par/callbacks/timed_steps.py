@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -23,17 +24,13 @@ class TimedSteps(Callback):
 
     Args:
         every_n_steps: Of the report.
-
-    Raises:
-        ParallelConfigError: If `every_n_steps` is no positive int.
+        problems: To which what is wrong with it is added; the subclass raises it with what is wrong with its own.
     """
 
-    def __init__(self, every_n_steps: int) -> None:
+    def __init__(self, every_n_steps: int, problems: Problems) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            problems = Problems()
             name = type(self).__name__
             problems.add(f"every_n_steps of {name} is {every_n_steps!r}; it is an int >= 1", "every_n_steps=10")
-            problems.raise_if_any()
         self.every_n_steps = every_n_steps
         self._timer: StepTimer | None = None
         self._drives = False
@@ -48,6 +45,10 @@ class TimedSteps(Callback):
 
     def report(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Report on the last steps; on all ranks, after the same step."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second one of the same kind."""
+        refuse_two(trainer, type(self))
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -114,14 +115,9 @@ class TimedSteps(Callback):
             self._timer.phase("other")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation is no part of a step."""
+        """A validation is no part of a step, nor are its last hooks: a step goes on with the next batch."""
         if self._drives and self._timer is not None:
             self._timer.phase(None)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on."""
-        if self._drives and self._timer is not None:
-            self._timer.phase("other")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing behind."""
@@ -137,10 +133,27 @@ class TimedSteps(Callback):
         self._timer, self._drives = None, False
 
 
+def refuse_two(trainer: Trainer, kind: type[Callback]) -> None:
+    """Raise `ParallelConfigError` if a Trainer has more than one callback of a kind that writes down the run."""
+    problems = Problems()
+    if sum(isinstance(one, kind) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        problems.add(f"more than one callback is {kind.__name__}", "keep one of them")
+    problems.raise_if_any()
+
+
+def is_tried_out(trainer: Trainer) -> bool:
+    """Whether a fit only tries something out, and leaves no events."""
+    return bool(trainer.fast_dev_run or _compat.is_tuning(trainer))  # type: ignore[attr-defined]
+
+
 def events_of(trainer: Trainer) -> EventLog:
     """Where rank 0 writes the events of a run; nowhere if the fit only tries something out."""
-    tried_out = trainer.fast_dev_run or _compat.is_tuning(trainer)  # type: ignore[attr-defined]
-    return EventLog(trainer.default_root_dir if trainer.is_global_zero and not tried_out else None)
+    if "://" in trainer.default_root_dir:
+        rank_zero_warn(
+            f"no events are written for lightning-par report, as default_root_dir is {trainer.default_root_dir}: "
+            "a local directory keeps them, and CommittedCheckpoint(dirpath=URL) the checkpoints where they are"
+        )
+    return EventLog(trainer.default_root_dir if trainer.is_global_zero and not is_tried_out(trainer) else None)
 
 
 def _timed_saves(strategy: Any, name: str, timer: StepTimer) -> Callable[[], None]:

@@ -10,11 +10,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 FILE = "events.jsonl"
+_LARGEST = 1e30  # no fact of a run is larger, and sums and products of such numbers stay finite
 _log = logging.getLogger(__name__)
 
 
@@ -22,12 +23,13 @@ class EventLog:
     """Appends events of a run to a file; a file that cannot be written costs a warning, never the run.
 
     Args:
-        directory: Of the run, the same in each start; None writes nothing, as on all ranks but the first.
+        directory: Of the run, the same in each start; None writes nothing, as on all ranks but the first. With a URL,
+            to whose files nothing can be appended, neither.
         clock: Seconds since the epoch.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._file = None if directory is None else Path(directory) / FILE
+        self._file = None if directory is None or "://" in str(directory) else Path(directory) / FILE
         self._clock = clock
         self._failed = False
 
@@ -61,14 +63,23 @@ def read_events(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The events of a run in the order in which they were written; lines that a crash cut off are left out."""
     file = Path(directory) / FILE
     events = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
+    # What a crash of the machine or another program has left between the lines need not be text.
+    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             events.append(event)
     return events
+
+
+def number(event: Mapping[str, Any], name: str) -> float | None:
+    """A fact that is a finite number, else None."""
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        return None
+    return value
 
 
 def _plain(value: Any) -> Any:

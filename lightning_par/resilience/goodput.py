@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_par.resilience.events import number
+
 Event = Mapping[str, Any]
 LOSSES = (
     "setting up",
@@ -50,16 +52,21 @@ def goodput(events: Sequence[Event]) -> Goodput:
     productive = 0.0
     reached = 0.0
     first = last = None
+    latest = 0.0
     for start in split_starts(events):
-        begin = start[0]["time"] - _number(start[0], "init_seconds") - _number(start[0], "load_seconds")
-        first = begin if first is None else first
+        setting_up, loading = (max(0.0, _number(start[0], name)) for name in ("init_seconds", "load_seconds"))
+        begin = start[0]["time"] - setting_up - loading
+        first = begin if first is None else min(first, begin)
         lost["between starts"] += 0.0 if last is None else max(0.0, begin - last)
-        lost["setting up"] += _number(start[0], "init_seconds")
-        lost["loading"] += _number(start[0], "load_seconds")
+        lost["setting up"] += setting_up
+        lost["loading"] += loading
         productive, reached = _steps(start, productive, reached, lost)
-        last = max(begin, start[-1]["time"])
-    wall = 0.0 if first is None or last is None else last - first
-    lost["other"] = max(0.0, wall - productive - sum(lost.values()))
+        last = max([begin, *(event["time"] for event in start)])
+        latest = max(latest, last)
+    # Clocks that go back and two runs in one directory must not make more of the time than there was.
+    known = productive + sum(lost.values())
+    wall = max(known, 0.0 if first is None else latest - first)
+    lost["other"] = wall - known
     return Goodput(wall, productive, lost)
 
 
@@ -88,19 +95,38 @@ def _steps(start: Sequence[Event], productive: float, reached: float, lost: dict
         lost["skipped steps"] += skipped
         productive += seconds - saves - replayed - skipped
         furthest = max(furthest, window.end, window.rewound)
-    lost["stalls"] += _stalled(start)
+    lost["stalls"] += sum(stall.seconds for stall in stalls_of(start))
     return productive, furthest
 
 
-def _stalled(start: Sequence[Event]) -> float:
-    """Seconds from the last sign of life before a stall to the next one, or to the end of the start."""
-    seconds, since = 0.0, None
+@dataclass(frozen=True)
+class Stall:
+    """A stall: its event, and from when to when it lasted, in seconds since the epoch."""
+
+    event: Event
+    since: float
+    over: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted; none where clocks went back."""
+        return max(0.0, self.over - self.since)
+
+
+def stalls_of(start: Sequence[Event]) -> list[Stall]:
+    """The stalls of a start. One is over with the next event of another kind, or with the last one of the start."""
+    found: list[Stall] = []
+    stall, since = None, 0.0
     for before, event in zip([start[0], *start], start, strict=False):
-        if event["kind"] == "stall":
-            since = before["time"] if since is None else since
-        elif since is not None:
-            seconds, since = seconds + event["time"] - since, None
-    return seconds + (0.0 if since is None else start[-1]["time"] - since)
+        if event["kind"] == "stall" and stall is None:
+            # Without word of how long it lasts by then: from the last sign of life on.
+            still = number(event, "still")
+            since = before["time"] if still is None else max(before["time"], event["time"] - still)
+            stall = event
+        elif event["kind"] != "stall" and stall is not None:
+            found.append(Stall(stall, since, event["time"]))
+            stall = None
+    return found if stall is None else [*found, Stall(stall, since, start[-1]["time"])]
 
 
 @dataclass
@@ -116,6 +142,7 @@ class _Window:
 def _windows(start: Sequence[Event]) -> Iterator[_Window]:
     begin, since = _number(start[0], "step"), start[0]["time"]
     skips, rewound = 0, 0.0
+    stalls = stalls_of(start)
     for event in start:
         kind = event["kind"]
         if kind == "skip":
@@ -128,12 +155,15 @@ def _windows(start: Sequence[Event]) -> Iterator[_Window]:
             split = event.get("split")
             split = split if isinstance(split, Mapping) else {}
             total = sum(_number(split, phase) for phase in split) or 1.0
-            # Several optimizers count several steps for one that was timed.
-            seconds = min(_number(event, "step_seconds") * max(end - begin, 0.0), max(0.0, event["time"] - since))
-            yield _Window(begin, end, seconds, _number(split, "checkpoint") / total, skips, rewound)
+            stood = sum(max(0.0, min(s.over, event["time"]) - max(s.since, since)) for s in stalls)
+            # Several optimizers count several steps for one that was timed; and the time of a stall is in that of a
+            # step, but not productive.
+            there = max(0.0, event["time"] - since - stood)
+            seconds = min(max(0.0, _number(event, "step_seconds")) * max(end - begin, 0.0), there)
+            saves = min(max(0.0, _number(split, "checkpoint") / total), 1.0)
+            yield _Window(begin, end, seconds, saves, skips, rewound)
             begin, since, skips = end, event["time"], 0
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return number(event, name) or 0.0

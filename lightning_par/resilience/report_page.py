@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from lightning_par.resilience.charts import Area, Line, area_chart, bar, legend, line_chart, short
+from lightning_par.resilience.charts import Area, Line, Mark, area_chart, bar, legend, line_chart, short
+from lightning_par.resilience.events import number
 from lightning_par.resilience.phases import PHASES
-from lightning_par.resilience.run_summary import RunSummary, Start, number, numbers
+from lightning_par.resilience.run_summary import RunSummary, Start, loss_text, numbers, several_runs, verdicts
 
 _LISTED = 12  # rows of a table of events
 _RANK_LINES = 6
+_MARKS = 400  # of a kind in a chart
+_NO_STEPS = (
+    "Not recorded: ThroughputMonitor does so each every_n_steps steps and at the end, but for the first two of a start."
+)
 _PHASE_COLOURS = {
     "forward_backward": "c0",
     "communication": "c1",
@@ -67,6 +74,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
 th, td { padding: 5px 14px 5px 0; min-width: 36px; overflow-wrap: anywhere;
   border-bottom: 1px solid var(--rule); vertical-align: top; }
+td:last-child:not(.n) { min-width: 180px; }
 td.w, th.w { white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr:last-child td { border-bottom: 0; }
@@ -93,6 +101,7 @@ def page(run: RunSummary, name: str) -> str:
         _memory(run),
         _goodput(run),
         _starts(run.starts),
+        _stalls(run),
         _checkpoints(run),
         _stragglers(run),
     ]
@@ -121,10 +130,10 @@ def _lead(run: RunSummary) -> str:
 
 def _tiles(run: RunSummary) -> str:
     last = run.last or {}
-    rate, mfu, loss = number(last, "per_second"), number(last, "mfu"), number(last, "loss")
+    rate, mfu = number(last, "per_second"), number(last, "mfu")
     tiles = [
-        ("last step", f"{max((start.last for start in run.starts), default=0):,}" if run.starts else "–"),
-        ("loss", "–" if loss is None else f"{loss:.4g}"),
+        ("last step", _count(max(start.last for start in run.starts)) if run.starts else "–"),
+        ("loss", loss_text(last) or "–"),
         (f"{last.get('units', 'units')} per second", "–" if rate is None else short(rate)),
     ]
     if mfu is not None:
@@ -132,8 +141,8 @@ def _tiles(run: RunSummary) -> str:
     tiles += [
         ("goodput", f"{100 * run.goodput.share:.0f} %" if run.goodput.wall else "–"),
         ("starts", str(len(run.starts))),
-        ("skipped steps", str(run.counts.get("skip", 0))),
-        ("rewinds", str(run.counts.get("rewind", 0))),
+        ("skipped steps", _count(run.counts.get("skip", 0))),
+        ("rewinds", _count(run.counts.get("rewind", 0))),
     ]
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles)
     return f'<div class="tiles">{cells}</div>'
@@ -163,19 +172,28 @@ def _lines(run: RunSummary, name: str, colour: str) -> list[Line]:
 
 def _loss(run: RunSummary) -> str:
     lines = _lines(run, "loss", "c0")
+    odd = [e for steps in run.steps for e in steps if number(e, "loss") is None and loss_text(e)]
+    notes = [
+        _note(f"The loss is {loss_text(e)} in {len(odd)} of the reports, first in step {e['step']:,}.") for e in odd[:1]
+    ]
     if not lines:
-        return _section("Loss", _note("No losses were recorded; ThroughputMonitor does so."))
-    known = {mark.kind for mark in run.marks}
+        return _section("Loss", *(notes or [_note(_NO_STEPS)]))
+    known = Counter(mark.kind for mark in run.marks)
     names = {"restart": "restart", "rewind": "rewind", "skip": "skipped step", "checkpoint": "checkpoint"}
     entries = [("c0", "mean loss of the data ranks")]
-    entries += [(f"m-{kind}", label) for kind, label in names.items() if kind in known]
-    return _section("Loss", legend(entries), line_chart(lines, "loss", "loss by step", run.marks))
+    marks: list[Mark] = []
+    for kind, label in names.items():
+        every = math.ceil(known[kind] / _MARKS)
+        marks += [mark for mark in run.marks if mark.kind == kind][:: max(1, every)]
+        said = f" (each {every}th is shown)" if every > 1 else ""
+        entries += [(f"m-{kind}", label + said)] if known[kind] else []
+    return _section("Loss", legend(entries), line_chart(lines, "loss", "loss by step", marks), *notes)
 
 
 def _throughput(run: RunSummary) -> str:
     lines = _lines(run, "per_second", "c0")
     if not lines:
-        return _section("Throughput", _note("Not recorded; ThroughputMonitor does so."))
+        return _section("Throughput", _note(_NO_STEPS))
     unit = f"{(run.last or {}).get('units', 'units')}/s"
     restarts = [mark for mark in run.marks if mark.kind == "restart"]
     return _section("Throughput", line_chart(lines, unit, "throughput by step", restarts))
@@ -206,12 +224,13 @@ def _by_rank(run: RunSummary, name: str, scale: float, unit: str) -> str:
     rows = sorted((step, [scale * value for value in row]) for step, row in found.items() if any(row))
     if not rows:
         return ""
-    ranks = min(len(row) for _, row in rows)
+    # A restart may have fewer ranks, or more.
+    ranks = max(len(row) for _, row in rows)
     if ranks <= _RANK_LINES:
-        named = [(f"rank {rank}", [(step, row[rank]) for step, row in rows]) for rank in range(ranks)]
+        named = [(f"rank {r}", [(step, row[r]) for step, row in rows if r < len(row)]) for r in range(ranks)]
     else:
         at: dict[str, Callable[[list[float]], float]] = {"most": max, "median": statistics.median, "least": min}
-        named = [(f"{word} of {ranks} ranks", [(step, pick(row)) for step, row in rows]) for word, pick in at.items()]
+        named = [(f"{word} of the ranks", [(step, pick(row)) for step, row in rows]) for word, pick in at.items()]
     lines = [Line(points, f"c{i}", label) for i, (label, points) in enumerate(named)]
     return legend([(line.colour, line.label) for line in lines]) + line_chart(lines, unit, f"{name} by step and rank")
 
@@ -242,7 +261,7 @@ def _starts(starts: Sequence[Start]) -> str:
         steps = f"{start.first} to {start.last}"
         row = (str(start.number), _date(start.began), _duration(start.seconds), steps, status)
         rows.append((*row, layout, str(facts.get("host", "")), start.end))
-    return _section("Starts", _table(heads, rows))
+    return _section("Starts", _table(heads, rows), *map(_note, several_runs(starts)))
 
 
 def _checkpoints(run: RunSummary) -> str:
@@ -257,7 +276,7 @@ def _checkpoints(run: RunSummary) -> str:
         (str(e.get("step", "")), _date(e["time"]), _seconds(e, "blocked"), _seconds(e, "written"), str(e.get("path")))
         for e in found[-_LISTED:][::-1]
     ]
-    heads = ["step", "=when", ">training waited", ">on the disk after", "path"]
+    heads = ["=step", "=when", ">training waited", ">on the disk after", "path"]
     return _section("Checkpoints", _table(heads, rows), _note(said))
 
 
@@ -273,15 +292,27 @@ def _stragglers(run: RunSummary) -> str:
              _score(e, "relative"), _score(e, "individual"))
             for e in found[-_LISTED:][::-1]
         ]  # fmt: skip
-        parts.append(_table(["step", "rank", "=host", "=phase", ">to the fastest", ">to its best"], rows))
+        parts.append(_table(["=step", "=rank", "=host", "=phase", ">to the fastest", ">to its best"], rows))
     else:
         parts.append(_note("No rank was flagged as slow."))
     if run.parity:
         differed = [
             tuple(str(e.get(name, "")) for name in ("step", "rank", "parameter")) for e in run.parity[-_LISTED:]
         ]
-        parts.append("<h2>Replicas that differed</h2>" + _table(["step", "rank", "parameter"], differed))
+        parts.append("<h2>Replicas that differed</h2>" + _table(["=step", "=rank", "parameter"], differed))
     return _section("Work by rank, and stragglers", *parts)
+
+
+def _stalls(run: RunSummary) -> str:
+    if not run.stalls:
+        return ""
+    rows = [
+        (str(stall.event.get("step", "")), _date(stall.event["time"]), _duration(stall.seconds),
+         "; ".join(verdicts(stall.event)), str(stall.event.get("report", "")))
+        for stall in run.stalls[-_LISTED:][::-1]
+    ]  # fmt: skip
+    heads = ["=step", "=when", ">lasted", "held up by", "report"]
+    return _section("Stalls", _table(heads, rows))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -306,11 +337,12 @@ def text(run: RunSummary, name: str) -> str:
         lines.append(
             f"  start {start.number}: {_date(start.began)}, {_duration(start.seconds)}, {steps}: {start.end}{status}"
         )
+    lines += [f"  {said}" for said in several_runs(run.starts)]
     last: Any = run.last
     if last is not None:
-        rate, mfu, loss = number(last, "per_second"), number(last, "mfu"), number(last, "loss")
-        facts = [f"step {last['step']:g}"]
-        facts += [] if loss is None else [f"loss {loss:.4g}"]
+        rate, mfu, loss = number(last, "per_second"), number(last, "mfu"), loss_text(last)
+        facts = [f"step {last['step']:,}"]
+        facts += [f"loss {loss}"] if loss else []
         facts += [] if rate is None else [f"{short(rate)} {last.get('units', 'units')}/s"]
         facts += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
         lines.append(f"  last report: {', '.join(facts)}")
@@ -319,6 +351,7 @@ def text(run: RunSummary, name: str) -> str:
         "skip": "skipped steps",
         "rewind": "rewinds",
         "checkpoint": "checkpoints",
+        "stall": "stalls",
         "straggler": "straggler reports",
     }
     lines.append("  " + ", ".join(f"{run.counts.get(kind, 0)} {words}" for kind, words in kinds.items()))
@@ -336,6 +369,10 @@ def _words(phase: str) -> str:
 
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 1e6 else short(number)
 
 
 def _duration(seconds: float) -> str:

@@ -138,7 +138,7 @@ def numbers(ranks: Iterable[int]) -> str:
 def stack_of(thread: int) -> list[str]:
     """The lines of a thread's Python stack that tell something, the innermost first.
 
-    That is where it is, and the frames of code that belongs neither to Python nor to an installed package.
+    That is where it is, the package that called that, and code that belongs neither to Python nor to a package.
 
     Args:
         thread: Its `threading.get_ident()`.
@@ -147,7 +147,9 @@ def stack_of(thread: int) -> list[str]:
     if frame is None:
         return []
     stack = list(reversed(traceback.extract_stack(frame)))
-    shown = [entry for i, entry in enumerate(stack) if i == 0 or _is_users(entry.filename)]
+    # What waits in `select` may be a loader of data or a client of a database.
+    package = next((i for i, entry in enumerate(stack) if not _is_of_python(entry.filename)), 0)
+    shown = [entry for i, entry in enumerate(stack) if i in (0, package) or _is_users(entry.filename)]
     return [f"{e.filename}:{e.lineno} in {e.name}: {e.line or '?'}" for e in shown[:STACK_LINES]]
 
 
@@ -164,10 +166,18 @@ def call_of(thread: int) -> str | None:
     return f"{frame.f_code.co_name} of {module}"
 
 
-def _is_users(file: str) -> bool:
+def _is_of_python(file: str) -> bool:
+    # Packages are in a folder inside that of Python's own files, outside of virtual environments.
+    return file.startswith((sysconfig.get_paths()["stdlib"], "<")) and not _is_of_a_package(file)
+
+
+def _is_of_a_package(file: str) -> bool:
     paths = sysconfig.get_paths()
-    theirs = [paths["stdlib"], paths["purelib"], paths["platlib"], str(Path(__file__).parent.parent), "<"]
-    return not file.startswith(tuple(theirs))
+    return file.startswith((paths["purelib"], paths["platlib"], str(Path(__file__).parent.parent)))
+
+
+def _is_users(file: str) -> bool:
+    return not (_is_of_python(file) or _is_of_a_package(file))
 
 
 def _place(view: RankView) -> str:

@@ -184,11 +184,8 @@ class StepTimer:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Count what happens inside as `phase`, then go on with the phase before."""
+        """Count what happens inside as `phase`, then go on with the phase before, also with None."""
         before = self._phase
-        if before is None:
-            yield
-            return
         self.phase(phase)
         try:
             yield

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TextIO
 
 import torch.distributed as dist
 
-from lightning_par.errors import Problems
+from lightning_par.errors import Problems, is_number
 from lightning_par.resilience import _compat
 from lightning_par.resilience.board import Board
 from lightning_par.resilience.errors import STALLED
@@ -58,13 +58,20 @@ def check_options(owner: str, timeout: float, phase_timeouts: Mapping[str, float
         action: See `Watchdog`.
     """
     problems = Problems()
-    if not timeout > 0:
+    if not is_number(timeout) or not timeout > 0:
         problems.add(f"{owner}: timeout is {timeout!r}; it is above 0, in seconds", "timeout=300.0")
     if action not in ("report", "abort"):
         problems.add(f"{owner}: action is {action!r}; it is 'report' or 'abort'", 'action="report"', "action: report")
     names = ("first_step", *PHASES)
+    if not isinstance(phase_timeouts, Mapping):
+        problems.add(
+            f"{owner}: phase_timeouts is {phase_timeouts!r}; it gives seconds by phase",
+            'phase_timeouts={"save": 900.0}',
+            "phase_timeouts: {save: 900.0}",
+        )
+        phase_timeouts = {}
     for name, seconds in phase_timeouts.items():
-        if name not in names or not seconds > 0:
+        if name not in names or not is_number(seconds) or not seconds > 0:
             problems.add(
                 f"{owner}: phase_timeouts has {name!r}: {seconds!r}; it gives seconds above 0 for {', '.join(names)}",
                 'phase_timeouts={"save": 900.0}',
@@ -215,10 +222,10 @@ class Watchdog:
         if self._stuck is not None:
             self._stuck.close()
             self._stuck = None
-        # What nothing was written to is not left behind.
+        # Nothing is left behind where no stall was found; a process that was stopped for a while has dumped, too.
         with suppress(OSError):
             file = self._stuck_file(self.rank)
-            if not file.stat().st_size:
+            if not file.stat().st_size or not any(path.is_dir() for path in self.directory.iterdir()):
                 file.unlink()
             self.directory.rmdir()
 
@@ -265,7 +272,8 @@ class Watchdog:
         limit = record["limit"]
         if self._stuck is not None and self._ended is None:
             # The dump is made by a thread that needs no lock of Python, should this one not come again.
-            faulthandler.dump_traceback_later(max(0.8 * self._limits["forward"], 1.0), file=self._stuck)
+            later = min(max(0.8 * self._limits["forward"], 1.0), threading.TIMEOUT_MAX)
+            faulthandler.dump_traceback_later(later, file=self._stuck)
         alone = self._board is None or self._lost is not None or now - self._looked["tick"] > self._late
         if not alone or self._ended is not None:
             return
@@ -438,7 +446,9 @@ class Watchdog:
             (stall.folder / "report.txt").write_text(f"{text}\n")
         verdict_texts = {rank: verdict.text for rank, verdict in verdicts.items()}
         step = max(view.step for view in views.values())
-        self._events.write("stall", step, verdicts=verdict_texts, guilty=guilty(verdicts), report=str(stall.folder))
+        still = max(view.still for view in views.values())
+        facts = {"verdicts": verdict_texts, "guilty": guilty(verdicts), "still": still, "report": str(stall.folder)}
+        self._events.write("stall", step, **facts)
         if self._action == "abort":
             self._events.write("end", step, how="stalled", status=STALLED)
             # The others hear of it first. Decided before the log, whose lock the thread that hangs may have.
