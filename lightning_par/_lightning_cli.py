@@ -126,24 +126,30 @@ class LightningParCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "fit":
-            parser.add_argument(
-                "--resume",
-                type=Literal["auto"] | None,
-                default=None,
-                help="auto: go on from the newest whole checkpoint of the run, or start afresh where there is none",
-            )
-            parser.add_class_arguments(Defaults, "defaults")
+        # The other commands take them too, so that one file serves all.
+        parser.add_argument(
+            "--resume",
+            type=Literal["auto"] | None,
+            default=None,
+            help="auto: fit goes on from the newest whole checkpoint of the run, or starts afresh where there is none",
+        )
+        parser.add_class_arguments(Defaults, "defaults")
         return parser
 
     def before_instantiate_classes(self) -> None:
         """Look at what the parser cannot know, before any process is started.
 
         Raises:
-            ParallelConfigError: If `ckpt_path` does not exist.
+            ParallelConfigError: If `ckpt_path` does not exist, or an evaluation is to find one by itself.
         """
         config = self.config[self.subcommand]
         path = config.get("ckpt_path")
+        if self.subcommand in ("validate", "test", "predict") and config.get("resume") == "auto" and not path:
+            raise ParallelConfigError(
+                Problem(
+                    f"resume: auto is for fit, and {self.subcommand} would use new weights", "--ckpt_path CHECKPOINT"
+                )
+            )
         if path and path not in ("best", "last", "hpc") and "://" not in path and not path.startswith("registry"):
             _refuse_missing_checkpoint(Path(path))
         if self.subcommand == "show" and not torch.accelerator.is_available():
@@ -174,12 +180,12 @@ class LightningParCLI(LightningCLI):
             if refused:
                 raise refused[0] from None
             raise
-        if self.config[self.subcommand].get("resume") == "auto":
+        if self.subcommand == "fit" and self.config[self.subcommand].get("resume") == "auto":
             resume_automatically(self.trainer)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
         defaults = self._get(self.config_init, "defaults")
-        if isinstance(defaults, Defaults):
+        if self.subcommand == "fit" and isinstance(defaults, Defaults):
             given = config.get("callbacks") or []
             known = {**config, "callbacks": [*(given if isinstance(given, list) else [given]), *callbacks]}
             callbacks = [*callbacks, *defaults.missing(known)]

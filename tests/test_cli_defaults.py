@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
 
 from lightning_par import cli
@@ -87,7 +88,25 @@ def test_the_configuration_shows_them(monkeypatch: pytest.MonkeyPatch, capsys: p
     text = " ".join(capsys.readouterr().out.split())
     assert "--defaults.preemption_guard" in text
     assert "SIGTERM saves" in text
-    assert run(monkeypatch, "validate", "--config", CONFIG, "--defaults.nan_rewind", "false") == 2
+
+
+def test_the_file_of_a_fit_serves_the_other_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Which take nothing from it that is for fit, and do not evaluate new weights where it says resume."""
+    assert run(monkeypatch, "fit", "--config", CONFIG, "--resume", "auto", "--print_config") == 0
+    file = tmp_path / "config.yaml"
+    file.write_text(capsys.readouterr().out)
+    checkpoint = tmp_path / "some.ckpt"
+    torch.save({}, checkpoint)
+    found: list[pl.Callback] = []
+    arguments = ["validate", "--config", str(file), "--data.path", "README.md", "--trainer.devices", "1"]
+    with patch("lightning.pytorch.Trainer._validate_impl", lambda self, *_, **__: found.extend(self.callbacks)):
+        assert run(monkeypatch, *arguments, "--ckpt_path", str(checkpoint)) == 0
+        assert found
+        assert not ours(found)
+        assert run(monkeypatch, *arguments) == 2
+    assert "resume: auto is for fit, and validate would use new weights" in capsys.readouterr().err
 
 
 def test_a_run_that_was_told_to_end_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:

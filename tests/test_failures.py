@@ -26,6 +26,7 @@ from lightning_par.resilience.failures import (
     TORCHRUN_VARIABLE,
     VARIABLE,
     Failure,
+    forget_failure,
     read_failures,
     record_failure,
     verdict,
@@ -36,10 +37,10 @@ from lightning_par.testing import run_ranks
 LOST = RuntimeError("[pair.cc:537] Read error: Connection closed by peer [127.0.0.1]:1")
 
 
-def raised(error: Exception) -> Exception:
+def raised(error: BaseException) -> BaseException:
     try:
         raise error
-    except Exception as e:
+    except BaseException as e:
         return e
 
 
@@ -70,6 +71,31 @@ def test_a_rank_that_was_killed_is_the_cause_of_lost_connections() -> None:
     assert verdict([], {1: 75, 2: 0}) is None
     assert verdict([], {1: 75, 2: 3}) == "rank 2 ended with status 3, of no error"
     assert verdict([lost, Failure(1, lost.error, 3.0, False, "")], {1: 1}) is None
+
+
+def test_who_lost_another_rank_is_not_named_for_it() -> None:
+    lost = [Failure(rank, "RuntimeError: Connection closed by peer", 1.0, True, "") for rank in (0, 1)]
+    assert verdict(lost, {0: 1, 1: 1, 2: -9}).startswith("rank 2 was killed by signal 9")  # type: ignore[union-attr]
+    assert verdict(lost, {0: 1, 1: 1, 2: 5}) == "rank 2 ended with status 5, of no error"
+
+
+@pytest.mark.parametrize("left", [SystemExit(0), SystemExit(3), KeyboardInterrupt()])
+def test_a_rank_that_left_alone_is_the_cause(tmp_path: Path, left: BaseException) -> None:
+    environment = {VARIABLE: str(tmp_path)}
+    record_failure(raised(LOST), 0, environment=environment)
+    record_failure(raised(left), 1, environment=environment)
+    told = str(verdict(read_failures(tmp_path), {1: 3}))
+    assert told.startswith(f"rank 1 failed first: {type(left).__name__}")
+
+
+def test_an_error_that_was_caught_is_forgotten(tmp_path: Path) -> None:
+    environment = {VARIABLE: str(tmp_path)}
+    for rank in (0, 1):
+        record_failure(raised(ValueError("memory is used up")), rank, environment=environment)
+    for _ in range(2):
+        forget_failure(1, environment=environment)
+    assert [failure.rank for failure in read_failures(tmp_path)] == [0]
+    forget_failure(0, environment={})
 
 
 def test_torchrun_takes_the_cause_for_the_first(tmp_path: Path) -> None:
@@ -143,6 +169,62 @@ def test_F6_where_all_went_well_nothing_is_printed(tmp_path: Path, capfd: pytest
     # Who interrupts a run knows why it ended.
     launcher._finish(str(tmp_path))
     assert not any(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("own", "other", "status"), [(None, 3, 3), (None, 0, None), (7, 3, None), (None, 75, None)])
+def test_F6_the_status_is_not_that_all_went_well_where_a_rank_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int | None, other: int, status: int | None
+) -> None:
+    """Only where the first rank has no status of its own that says so, and nobody was told to end."""
+    left: list[int] = []
+    monkeypatch.setattr("lightning_par.strategies.launcher.os._exit", left.append)
+    monkeypatch.setattr("lightning_par.strategies.launcher.logging.shutdown", lambda: None)
+    launcher = RankLauncher(LightningEnvironment(), 2, 1)
+    launcher.procs = [subprocess.Popen(["sh", "-c", f"exit {other}"])]
+    launcher.procs[0].wait()
+    if own is not None:
+        record_failure(SystemExit(own), 0, environment={VARIABLE: str(tmp_path)})
+    launcher._at_exit(str(tmp_path))
+    assert left == ([] if status is None else [status])
+
+
+@pytest.mark.slow
+def test_F6_a_rank_ends_when_the_one_that_started_it_was_killed(tmp_path: Path) -> None:
+    """It ends at once here; without this it would wait for half an hour for the rendezvous."""
+    rank = tmp_path / "rank.py"
+    rank.write_text("""
+import time
+from lightning_par.strategies.launcher import begin_run
+begin_run(1, 1)
+begin_run(1, 1)
+time.sleep(100)
+""")
+    (tmp_path / "folder").mkdir()
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import pathlib, os, subprocess, sys, time
+pathlib.Path({str(tmp_path / "folder" / "parent")!r}).write_text(str(os.getpid()))
+environment = os.environ | {{{VARIABLE!r}: {str(tmp_path / "folder")!r}}}
+child = subprocess.Popen([sys.executable, {str(rank)!r}], env=environment)
+print("started", flush=True)
+time.sleep(100)
+""",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "started\n"
+    # The rank has not begun yet: it must notice all the same.
+    parent.kill()
+    # The pipe ends with the last process that holds it.
+    _, told = parent.communicate(timeout=60)
+    assert told == "lightning-par: the process that has started this rank was killed\n"
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,7 +84,7 @@ class PreemptionGuard(pl.Callback):
         self._began = time.time()
         self.preemption: Preemption | None = None
         """What hears the signals, during a fit; `remove` puts them back for who goes on after a `PreemptedError`."""
-        self._undo: Any = None
+        self._undo: Callable[[], None] | None = None
         self._control = StepControl()
         self._events = EventLog(None)
         self._step = 0
@@ -93,10 +93,14 @@ class PreemptionGuard(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" or _compat.is_tuning(trainer):
+        if _compat.is_tuning(trainer):
             return
         # One that was told to end and did not.
         self._remove()
+        self._undo = _compat.without_signal_handlers(trainer)
+        if stage != "fit":
+            # Nothing is lost: a signal ends the process, or does what the program has said.
+            return
         strategy: Any = trainer.strategy
         ours = isinstance(strategy, MeshStrategy)
         # Lightning's own strategies have none.
@@ -113,7 +117,6 @@ class PreemptionGuard(pl.Callback):
             deadline=min((end for end in ends if end is not None), default=None),
             usual_save=lambda: strategy.saver.written if ours else 0.0,
         )
-        self._undo = _compat.without_signal_handlers(trainer)
         self._events = EventLog(trainer.default_root_dir if trainer.global_rank == 0 else None)
         self.preemption.install()
 
@@ -145,8 +148,10 @@ class PreemptionGuard(pl.Callback):
     def _remove(self) -> None:
         if self.preemption is not None:
             self.preemption.remove()
-            self._undo()
             self.preemption = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         self._control.close()
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ is raised; the first one that is no mere consequence is the cause.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -47,6 +48,11 @@ class Failure:
     consequence: bool
     stack: str
 
+    @property
+    def succeeds(self) -> bool:
+        """Whether the process ended with status 0."""
+        return self.error in ("SystemExit: 0", "SystemExit: None", "SystemExit: ")
+
     def __str__(self) -> str:
         lines = self.stack.rstrip().splitlines()
         if len(lines) > MAX_TRACEBACK_LINES:
@@ -63,13 +69,15 @@ def record_failure(
 ) -> None:
     """Write the error of this rank for whoever has started it; once for each exception, and nothing else is done.
 
+    A `sys.exit` and an interrupt count: the other ranks need this one. The end of a run that was told to end does not.
+
     Args:
         exception: As early as it is caught: what follows may take time, in which other ranks fail.
         rank: Global rank.
         environment: Says where.
         clock: Seconds since the epoch.
     """
-    if not isinstance(exception, Exception) or hasattr(exception, _RECORDED):
+    if getattr(exception, "code", None) == PREEMPTED or hasattr(exception, _RECORDED):
         return
     stack = "".join(traceback.format_exception(exception))
     lost = is_consequence(exception)
@@ -83,6 +91,13 @@ def record_failure(
     except (OSError, AttributeError):
         # To report an error must not take its place.
         return
+
+
+def forget_failure(rank: int, *, environment: Mapping[str, str] = os.environ) -> None:
+    """Take back what this rank has written for the launcher, if anything: it goes on."""
+    if VARIABLE in environment:
+        with contextlib.suppress(OSError):
+            (Path(environment[VARIABLE]) / f"rank-{rank}.json").unlink(missing_ok=True)
 
 
 def is_consequence(exception: BaseException) -> bool:
@@ -112,19 +127,17 @@ def verdict(failures: Collection[Failure], statuses: Mapping[int, int]) -> str |
             that one has killed.
     """
     first = next(iter(failures), None)
-    if len(failures) > 1 and len({failure.error for failure in failures}) == 1:
-        # All have said the same.
-        return None
     killed = {rank: -status for rank, status in statuses.items() if status < 0}
     if killed and (first is None or first.consequence):
         return "; ".join(f"rank {rank} was killed by signal {number}" for rank, number in sorted(killed.items())) + (
             " (9 is what the kernel sends when memory is used up)" if 9 in killed.values() else ""
         )
-    if first is not None:
-        return str(first)
-    others = {rank: status for rank, status in statuses.items() if status not in (0, PREEMPTED)}
-    said = [f"rank {rank} ended with status {status}, of no error" for rank, status in sorted(others.items())]
-    return "; ".join(said) or None
+    said_something = {failure.rank for failure in failures}
+    others = {rank: s for rank, s in statuses.items() if s not in (0, PREEMPTED) and rank not in said_something}
+    if others and (first is None or first.consequence):
+        return "; ".join(f"rank {rank} ended with status {s}, of no error" for rank, s in sorted(others.items()))
+    all_say_the_same = len(failures) > 1 and len({failure.error for failure in failures}) == 1
+    return None if first is None or all_say_the_same else str(first)
 
 
 def _write(file: Path, text: str) -> None:

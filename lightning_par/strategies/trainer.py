@@ -35,7 +35,7 @@ from lightning_par.resilience.failures import record_failure
 from lightning_par.strategies import _compat, _compat_logging, averaging, foreign, hooks, loaders, resumption
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.explicit import explicit_stages
-from lightning_par.strategies.launcher import RankLauncher
+from lightning_par.strategies.launcher import RankLauncher, begin_run
 from lightning_par.strategies.precision import trainer_plugin
 from lightning_par.strategies.shared import meet
 from lightning_par.strategies.trainer_checkpoints import SavesCheckpoints
@@ -135,6 +135,7 @@ class MeshStrategy(SavesCheckpoints):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
+        begin_run(self.global_rank, self.local_rank)
         self._check()
         assert self.lightning_module is not None
         layout = self._requested_layout()
