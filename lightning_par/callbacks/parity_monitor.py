@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_par.errors import Problems
@@ -13,6 +13,8 @@ from lightning_par.resilience.errors import ParityError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.parity import Difference, ParityCheck
 from lightning_par.strategies import MeshStrategy
+
+log = logging.getLogger(__name__)
 
 
 class ParityMonitor(pl.Callback):
@@ -89,4 +91,5 @@ class ParityMonitor(pl.Callback):
         text = f"ranks hold different bytes of {len(new)} parameters that must be the same, at step {step}:\n{lines}"
         if self.action == "abort":
             raise ParityError(text)
-        rank_zero_warn(text)
+        if trainer.is_global_zero:
+            log.warning(text)

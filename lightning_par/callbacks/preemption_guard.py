@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
@@ -228,5 +227,8 @@ class PreemptionGuard(pl.Callback):
         assert self.preemption is not None
         step = trainer.global_step
         self._events.write("stop", step, signal=stop.reason, rank=stop.rank, saved=saved)
-        rank_zero_warn(f"{stop.reason} (rank {stop.rank}): training stops after step {step}; {what}. Exit status 75.")
+        if trainer.is_global_zero:
+            # No Python warning: those can be turned off, and this is the last word of a run.
+            told = "%s (rank %d): training stops after step %d; %s. Exit status 75."
+            log.warning(told, stop.reason, stop.rank, step, what)
         self.preemption.leave(stop, saved, step=step, requeue=self._requeue)

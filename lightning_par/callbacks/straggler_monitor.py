@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.callbacks.timed_steps import TimedSteps, events_of
 from lightning_par.errors import Problems, is_number
@@ -16,6 +16,8 @@ from lightning_par.resilience.stragglers import Straggler, StragglerDetector, ch
 from lightning_par.strategies import MeshStrategy
 
 _WARM_UP = 2
+
+log = logging.getLogger(__name__)
 
 
 class StragglerMonitor(TimedSteps):
@@ -93,5 +95,5 @@ class StragglerMonitor(TimedSteps):
                 relative=one.relative,
                 individual=one.individual,
             )
-        for line in changes(before, self.stragglers):
-            rank_zero_warn(f"step {trainer.global_step}: {line}")
+        for line in changes(before, self.stragglers) if trainer.is_global_zero else ():
+            log.warning("step %d: %s", trainer.global_step, line)
