@@ -14,7 +14,6 @@ import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 from examples.compat.cases import CASES
 from examples.compat.harness import BOUND, RANKS, Case, Record, compare, train
@@ -88,6 +87,8 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME", help="which")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="names of strategies")
     options = parser.parse_args()
+    # Of the ranks; whoever imports this module wants to see those of its own.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     print(f"| {' | '.join(columns(options.layouts))} |\n|{'---|' * len(columns(options.layouts))}", flush=True)
     alike = True
     for name in options.case:
