@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp x tp x fsdp": (8, PP | {"tp_size": 2, "dp_shard_size": 2}),
 }
 
-WAYS = ("single", "zero1", "fsdp3", "fsdp8", "hsdp", "tp x ddp", "tp x fsdp", "pp interleaved", "pp x fsdp", "pp x tp")
+WAYS = ("single", "zero1", "fsdp3", "hsdp", "tp x fsdp", "pp interleaved", "pp x tp")
 
 
 def start(layout: str) -> tuple[Any, dict[str, Any]]:

@@ -129,7 +129,6 @@ def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
                     {"activation_checkpointing": "full"},
                     {"activation_checkpointing": "selective"},
                     {"compile": "aot_eager"},
-                    {"compile": "aot_eager", "activation_checkpointing": "full"},
                     {"dp_shard_size": 2, "activation_checkpointing": "full", "compile": "aot_eager"},
                     {"dp_shard_size": 2, "cpu_offload": True},
                     {"pp_split": [1, 3]},
@@ -138,7 +137,6 @@ def test_sync_every_batch_changes_no_number(layout: str, sync: bool) -> None:
                 )
             ),
             ("Interleaved1F1B", {"compile": "aot_eager", "activation_checkpointing": "full"}),
-            ("Interleaved1F1B", {"dp_shard_size": 2, "cpu_offload": True}),
             ("Interleaved1F1B", {"pp_split": [1, 1, 1, 1]}),
             ("Interleaved1F1B", {"pp_microbatches": 8}),
         ],

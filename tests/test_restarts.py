@@ -266,7 +266,7 @@ def test_B14_killed_when_training_is_ahead_of_the_save(tmp_path: Path, step: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(9))
 def test_B16_killed_anywhere_until_it_ends(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     job = Job(ranks=draw.choice([2, 2, 4]), every=draw.choice([1, 2, 3]), saver=draw.choice(list(MODES.values())))
@@ -403,12 +403,9 @@ def test_C20_lightnings_own_callback_always_has_its_best_and_its_last(tmp_path: 
 
 
 SIGNALS = [
-    ("E4-shard-rank0", "term", "shard_written", (0,)),
-    ("E4-shard-rank1", "term", "shard_written", (1,)),
+    # With Lightning's own handlers; those of PreemptionGuard have a file of their own.
     ("E4-shard-all", "term", "shard_written", (0, 1)),
-    ("E4-gather-rank0", "term", "outcome_gathered", (0,)),
     ("E4-gather-rank1", "term", "outcome_gathered", (1,)),
-    ("E4-renamed-rank0", "term", "renamed", (0,)),
     ("E8-no-time-left-rank0", "hold", "shard_written", (0,)),
     ("E8-no-time-left-rank1", "hold", "shard_written", (1,)),
     ("F2-stopped-rank0", "stop", "shard_written", (0,)),
