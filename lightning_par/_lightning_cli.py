@@ -21,6 +21,7 @@ from lightning_par.callbacks import (
     RankZeroLogger,
     ThroughputMonitor,
 )
+from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.examples import data_example
@@ -203,13 +204,12 @@ def resume_automatically(trainer: pl.Trainer) -> None:
     Raises:
         ParallelConfigError: If no callback says where that is.
     """
-    callbacks = trainer.checkpoint_callbacks
-    for callback in callbacks:
-        if isinstance(callback, CommittedCheckpoint):
-            callback.resume = "auto"
-            return
+    committed = committed_checkpoint_of(trainer)
+    if committed is not None:
+        committed.resume = "auto"
+        return
     strategy = trainer.strategy
-    places = (getattr(callback, "dirpath", None) for callback in callbacks)
+    places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
     directories = [str(place) for place in places if place is not None]
     problems = Problems()
     if not directories:

@@ -58,6 +58,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_count(value: object) -> bool:
+    """Whether an option is an int of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 class Problems:
     """Collects problems, so that the user sees all of them at once.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,25 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from test_cli import CONFIG, run
 
-from lightning_par import cli
 from lightning_par._lightning_cli import CLASSES, Defaults
 from lightning_par.callbacks import CommittedCheckpoint, PreemptionGuard, RankZeroLogger
 from lightning_par.resilience.errors import PreemptedError
 
-ROOT = Path(__file__).parent.parent
-CONFIG = "examples/nanogpt/fsdp.yaml"
 NAMES = [cls.__name__ for cls in CLASSES.values()]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
-        return cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def fitted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[pl.Callback]:

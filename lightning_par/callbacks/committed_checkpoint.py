@@ -358,3 +358,8 @@ class CommittedCheckpoint(Checkpoint):
             f"last was on the disk after {written:.2f} s.{left_out} Least work is lost with one every "
             f"{', every '.join(advice)}."
         )
+
+
+def committed_checkpoint_of(trainer: pl.Trainer) -> CommittedCheckpoint | None:
+    """The callback of a Trainer that commits checkpoints, if there is one."""
+    return next((one for one in trainer.checkpoint_callbacks if isinstance(one, CommittedCheckpoint)), None)

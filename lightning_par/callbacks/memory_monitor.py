@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_par.errors import Problems
+from lightning_par.errors import Problems, is_count
 from lightning_par.parallel.accounting import PHASES, Phase, human
 from lightning_par.parallel.memory import live_tensor_bytes, model_state_bytes
+from lightning_par.resilience.gathering import gather_numbers
 from lightning_par.strategies import _compat
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "peak")
@@ -59,7 +59,7 @@ class MemoryMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+        if not is_count(every_n_steps):
             problems = Problems()
             problems.add(f"every_n_steps of MemoryMonitor is {every_n_steps!r}; it is an int >= 1", "every_n_steps=100")
             problems.raise_if_any()
@@ -176,15 +176,12 @@ def _allocated(device: torch.device) -> int:
 
 def _gather(seen: Mapping[Phase, Mapping[str, int]], device: torch.device) -> Report:
     """Bring what each rank has seen to all of them, in one collective."""
-    mine = torch.tensor([[seen[p][k] if p in seen else 0 for k in KINDS] for p in PHASES], device=device)
-    everyone = [mine]
-    if dist.is_available() and dist.is_initialized():
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-    return [
-        {p: dict(zip(KINDS, row, strict=True)) for p, row in zip(PHASES, rank.tolist(), strict=True)}
-        for rank in everyone
-    ]
+    mine = [seen[p][k] if p in seen else 0 for p in PHASES for k in KINDS]
+    reports: Report = []
+    for rank in gather_numbers(mine, device):
+        numbers = map(int, rank)
+        reports.append({p: {k: next(numbers) for k in KINDS} for p in PHASES})
+    return reports
 
 
 def _largest(report: Report) -> dict[str, float]:

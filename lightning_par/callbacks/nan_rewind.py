@@ -39,7 +39,7 @@ from lightning_par.callbacks._guarding import (
     strategy_problems,
     unscaled,
 )
-from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
+from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.errors import Problems
 from lightning_par.resilience.control import StepControl
 from lightning_par.resilience.errors import TrainingDivergedError
@@ -199,7 +199,7 @@ class NaNRewind(pl.Callback):
                 self._undo.append(ask_before_step(optimizer, lambda: self._verdicts[-1].taken))
         self._undo.append(rewinding.average_only_accepted(trainer, self._is_accepted))
         self._window, self._last_taken, self._taken_at = Window(), True, trainer.global_step
-        self._guard.can_reload = self._committed(trainer) is not None
+        self._guard.can_reload = committed_checkpoint_of(trainer) is not None
         if self._every is not None:
             self._begin_snapshots(trainer, pl_module)
         self._guard.can_rewind = self._ring is not None
@@ -465,7 +465,7 @@ class NaNRewind(pl.Callback):
         rewinding.restore(trainer, fit)
         rewinding.keep_rates_of_epochs(trainer, rates, fit["schedulers"])
         self._guard.gone_back(snapshot.extra["guard"], reloaded=False)
-        committed = self._committed(trainer)
+        committed = committed_checkpoint_of(trainer)
         if committed is not None:
             committed.take_back(trainer)
         self._went_back(trainer, step, "memory")
@@ -474,7 +474,7 @@ class NaNRewind(pl.Callback):
             log_on_rank_zero(trainer, f"The batches since the snapshot are not given again: it is {text}.")
 
     def _reload(self, trainer: pl.Trainer) -> None:
-        committed, step = self._committed(trainer), trainer.global_step
+        committed, step = committed_checkpoint_of(trainer), trainer.global_step
         assert committed is not None
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -496,10 +496,6 @@ class NaNRewind(pl.Callback):
         self._taken_at = trainer.global_step
         self._events.write("rewind", step, from_step=step, to_step=trainer.global_step, source=source)
         log_on_rank_zero(trainer, f"Training goes back from step {step} to step {trainer.global_step} ({source}).")
-
-    def _committed(self, trainer: pl.Trainer) -> CommittedCheckpoint | None:
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        return next((one for one in callbacks if isinstance(one, CommittedCheckpoint)), None)
 
 
 def _reshard(trainer: pl.Trainer) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_par.errors import Problems
+from lightning_par.errors import Problems, is_count
 from lightning_par.resilience.errors import ParityError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.parity import Difference, ParityCheck
@@ -44,7 +44,7 @@ class ParityMonitor(pl.Callback):
 
     def __init__(self, every_n_steps: int = 500, action: Literal["report", "abort"] = "report") -> None:
         problems = Problems()
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+        if not is_count(every_n_steps):
             problems.add(f"every_n_steps of ParityMonitor is {every_n_steps!r}; it is an int >= 1", "every_n_steps=500")
         if action not in ("report", "abort"):
             problems.add(f"action of ParityMonitor is {action!r}; it is 'report' or 'abort'", "action='report'")

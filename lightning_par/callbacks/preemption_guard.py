@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_par.callbacks.committed_checkpoint import CommittedCheckpoint
+from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.checkpoint import CheckpointError
 from lightning_par.errors import Problems
 from lightning_par.resilience.control import StepControl
@@ -176,7 +176,7 @@ class PreemptionGuard(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         # Within a validation nothing can be saved: weights may be exchanged for their average. What is saved is enough.
-        strategy, committed = trainer.strategy, self._committed(trainer)
+        strategy, committed = trainer.strategy, committed_checkpoint_of(trainer)
         if (
             trainer.state.fn == TrainerFn.FITTING
             and not trainer.sanity_checking
@@ -200,13 +200,9 @@ class PreemptionGuard(pl.Callback):
         saved = self._save(trainer)
         self._leave(trainer, stop, saved, f"the state is saved as {saved}" if saved else "the state is not saved")
 
-    @staticmethod
-    def _committed(trainer: pl.Trainer) -> CommittedCheckpoint | None:
-        return next((one for one in trainer.checkpoint_callbacks if isinstance(one, CommittedCheckpoint)), None)
-
     def _save(self, trainer: pl.Trainer) -> str | None:
         """Save this step and return where; None if that failed, or there is no place for it."""
-        committed = self._committed(trainer)
+        committed = committed_checkpoint_of(trainer)
         try:
             if committed is not None and trainer.validating:
                 trainer.strategy.saver.wait()  # type: ignore[attr-defined]

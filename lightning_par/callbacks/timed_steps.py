@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_par.errors import Problems
+from lightning_par.errors import Problems, is_count
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.phases import Phase
 from lightning_par.resilience.step_timer import StepTimer, StepTimes
@@ -28,7 +28,7 @@ class TimedSteps(Callback):
     """
 
     def __init__(self, every_n_steps: int, problems: Problems) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+        if not is_count(every_n_steps):
             name = type(self).__name__
             problems.add(f"every_n_steps of {name} is {every_n_steps!r}; it is an int >= 1", "every_n_steps=10")
         self.every_n_steps = every_n_steps
