@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_par.resilience.failures import (
     VARIABLE,
     Failure,
     forget_failure,
+    is_consequence,
     read_failures,
     record_failure,
     verdict,
@@ -61,6 +63,24 @@ def test_the_first_that_is_no_consequence_is_the_cause(tmp_path: Path) -> None:
     assert first == "rank 1 failed first: ArithmeticError: division"
     assert stack[0].startswith("Traceback")
     assert "raised" in told
+
+
+def waited_in_vain() -> bool:
+    group = dist.new_group(backend="gloo", timeout=timedelta(milliseconds=300))
+    barrier = dist.new_group(backend="gloo")
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return is_consequence(error)
+    finally:
+        dist.barrier(barrier)
+    return dist.get_rank() == 1
+
+
+def test_a_rank_that_has_waited_for_another_in_vain_is_not_the_cause() -> None:
+    assert run_ranks(2, waited_in_vain) == [True, True]
+    assert not is_consequence(ValueError("Timed out waiting for the data"))
 
 
 def test_a_rank_that_was_killed_is_the_cause_of_lost_connections() -> None:

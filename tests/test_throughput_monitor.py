@@ -462,11 +462,6 @@ def test_other_ways_to_step(mode: str, tmp_path: Path) -> None:
     assert monitor.last.split["optimizer"] > 0
 
 
-def test_a_fit_that_tries_something_out_leaves_no_events(tmp_path: Path) -> None:
-    one_process(tmp_path, fast_dev_run=2)
-    assert read_events(tmp_path) == []
-
-
 def test_a_short_run_reports_in_the_end(tmp_path: Path) -> None:
     monitor = ThroughputMonitor(every_n_steps=100)
     trainer = make_trainer(1, "auto", max_steps=STEPS, callbacks=[monitor], default_root_dir=tmp_path)

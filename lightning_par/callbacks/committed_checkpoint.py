@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_par.callbacks._common import control_of, put_last
 from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval, together
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
@@ -27,6 +29,8 @@ from lightning_par.strategies.saving import SaveOptions
 log = logging.getLogger(__name__)
 
 _DEFAULT_INTERVAL = timedelta(minutes=10)
+# Its name in the exchange of each step.
+_OVER = "time to save"
 _TYPICAL_MTBF_HOURS = (4, 24)
 
 
@@ -116,6 +120,8 @@ class CommittedCheckpoint(Checkpoint):
         self._tried_step = 0
         self._tried_at = 0.0
         self._saved_step = 0
+        self._step = self._exchanges = 0
+        self._undo: list[Callable[[], None]] = []
         self._begun: tuple[float, int] = (0.0, 0)
         self._blocked: list[float] = []
         self._left_out = 0
@@ -125,8 +131,7 @@ class CommittedCheckpoint(Checkpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning asks the first of them for the best.
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = sorted(callbacks, key=lambda one: one is self)  # type: ignore[attr-defined]
+        put_last(trainer, self)
         self._active = stage == "fit" and not trainer.fast_dev_run and not _compat.is_tuning(trainer)  # type: ignore[attr-defined]
         if not self._active:
             return
@@ -138,6 +143,8 @@ class CommittedCheckpoint(Checkpoint):
         automatic = self.resume == "auto"
         newest = self._directory.begin(Ranks.of(None), self._max_no_progress if automatic else None)
         strategy.saver.max_failed_saves = self._max_failed_saves
+        self._stop_asking()
+        self._undo.append(strategy.control.add(_OVER, self._is_over))
         # A second fit of the same objects goes on from what they are.
         if automatic and not again:
             strategy.resume_from(self._directory.path, self._verify)
@@ -171,7 +178,9 @@ class CommittedCheckpoint(Checkpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._saved_step = self._tried_step = trainer.global_step
+        self._step = self._saved_step = self._tried_step = trainer.global_step
+        self._exchanges = control_of(trainer).exchanges
+        control_of(trainer).take(_OVER)
         self._tried_at = time.monotonic()
         self._begun = self._tried_at, trainer.global_step
         self._blocked, self._left_out = [], 0
@@ -182,8 +191,8 @@ class CommittedCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if self._active and step > self._tried_step and self._is_due(trainer, step):
+        step, before, self._step = trainer.global_step, self._step, trainer.global_step
+        if self._active and step != before and step > self._tried_step and self._is_due(trainer, step):
             self._save(trainer, asynchronous=self._asynchronous, may_fail=True)
 
     def _is_due(self, trainer: pl.Trainer, step: int) -> bool:
@@ -192,9 +201,17 @@ class CommittedCheckpoint(Checkpoint):
         due = every is not None and step // every > self._tried_step // every
         if due or self._interval is None:
             return due
-        over = time.monotonic() - self._tried_at >= self._interval.total_seconds()
-        # Clocks differ between ranks.
-        return bool(trainer.strategy.reduce_boolean_decision(over, all=False))
+        # Clocks differ between ranks: it is time for all when it was for one of them in the exchange of this step.
+        control = control_of(trainer)
+        self._exchanges = control.attend(step, self._exchanges)
+        return bool(control.take(_OVER))
+
+    def _stop_asking(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _is_over(self) -> int:
+        return int(self._interval is not None and time.monotonic() - self._tried_at >= self._interval.total_seconds())
 
     def _save(self, trainer: pl.Trainer, *, asynchronous: bool, may_fail: bool) -> None:
         directory, strategy = self._directory, trainer.strategy
@@ -210,6 +227,7 @@ class CommittedCheckpoint(Checkpoint):
             incarnation=directory.start,
         )
         self._tried_step, self._tried_at = trainer.global_step, time.monotonic()
+        strategy.control.take(_OVER)
         if strategy.commit_checkpoint(lambda: _compat.dump_checkpoint(trainer), path, options):
             self._saved_step = trainer.global_step
             self._blocked.append(strategy.saver.blocked)
@@ -308,6 +326,7 @@ class CommittedCheckpoint(Checkpoint):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop_asking()
         # A fit that has nothing left to do comes here without a start of training.
         if self._active:
             self._note_end("finished", trainer.global_step)
@@ -321,6 +340,7 @@ class CommittedCheckpoint(Checkpoint):
             how = "preempted"
         elif isinstance(exception, ParallelConfigError | CheckpointMismatch):
             how = "refused"
+        self._stop_asking()
         self._note_end(how, trainer.global_step)
 
     def _note_end(self, how: str, step: int) -> None:

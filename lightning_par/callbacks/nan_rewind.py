@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.callbacks._common import control_of, events_of, put_last
 from lightning_par.callbacks._device_guard import (
     Unread,
     device_problems,
@@ -41,7 +41,6 @@ from lightning_par.callbacks._guarding import (
 )
 from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.errors import Problems
-from lightning_par.resilience.control import StepControl
 from lightning_par.resilience.errors import TrainingDivergedError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.guard import Action, Reading, StepGuard, Verdict, read
@@ -171,21 +170,16 @@ class NaNRewind(pl.Callback):
         if not self._active:
             return
         # After what averages weights, before what saves.
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        order = lambda one: 2 if isinstance(one, Checkpoint) else int(one is self)
-        trainer.callbacks = sorted(callbacks, key=order)  # type: ignore[attr-defined]
+        put_last(trainer, self, *trainer.checkpoint_callbacks)
         refuse(strategy_problems(trainer, replay=self._data == "replay"))
-        strategy = trainer.strategy
-        if isinstance(strategy, MeshStrategy):
-            control = strategy.control
-        else:
-            control = StepControl()
+        control = control_of(trainer)
+        if not isinstance(trainer.strategy, MeshStrategy):
             self._undo.append(control.close)
         if self.guard is not None:
             self._loaded = self.guard.state_dict()
         self.guard = self._make_guard(control)
         self.load_state_dict(self._loaded)
-        self._events = EventLog(trainer.default_root_dir if trainer.is_global_zero else None)
+        self._events = events_of(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

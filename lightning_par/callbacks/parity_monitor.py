@@ -8,6 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_par.callbacks._common import events_of
 from lightning_par.errors import Problems, is_count
 from lightning_par.resilience.errors import ParityError
 from lightning_par.resilience.events import EventLog
@@ -67,7 +68,7 @@ class ParityMonitor(pl.Callback):
             )
         problems.raise_if_any()
         self._parity = ParityCheck()
-        self._events = EventLog(trainer.default_root_dir if trainer.global_rank == 0 else None)
+        self._events = events_of(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_par.callbacks._common import control_of, events_of, put_last
 from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.checkpoint import CheckpointError
 from lightning_par.errors import Problems
-from lightning_par.resilience.control import StepControl
 from lightning_par.resilience.errors import PreemptedError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.preemption import Preemption, Requeue, Stop, check_requeue, check_signals, slurm_end
@@ -83,8 +83,7 @@ class PreemptionGuard(pl.Callback):
         self._began = time.time()
         self.preemption: Preemption | None = None
         """What hears the signals, during a fit; `remove` puts them back for who goes on after a `PreemptedError`."""
-        self._undo: Callable[[], None] | None = None
-        self._control = StepControl()
+        self._undo: list[Callable[[], None]] = []
         self._events = EventLog(None)
         self._step = 0
 
@@ -96,15 +95,15 @@ class PreemptionGuard(pl.Callback):
             return
         # One that was told to end and did not.
         self._remove()
-        self._undo = _compat.without_signal_handlers(trainer)
+        self._undo.append(_compat.without_signal_handlers(trainer))
         if stage != "fit":
             # Nothing is lost: a signal ends the process, or does what the program has said.
             return
         strategy: Any = trainer.strategy
         ours = isinstance(strategy, MeshStrategy)
-        # Lightning's own strategies have none.
-        self._control = StepControl()
-        control: StepControl = strategy.control if ours else self._control
+        control = control_of(trainer)
+        if not ours:
+            self._undo.append(control.close)
         ends = [slurm_end()]
         if self._time_limit is not None:
             ends.append(self._began + self._time_limit.total_seconds())
@@ -116,14 +115,13 @@ class PreemptionGuard(pl.Callback):
             deadline=min((end for end in ends if end is not None), default=None),
             usual_save=lambda: strategy.saver.written if ours else 0.0,
         )
-        self._events = EventLog(trainer.default_root_dir if trainer.global_rank == 0 else None)
+        self._events = events_of(trainer)
         self.preemption.install()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # What the others do after a batch belongs to the state that is saved.
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = sorted(callbacks, key=lambda one: one is self)  # type: ignore[attr-defined]
+        put_last(trainer, self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,10 +146,8 @@ class PreemptionGuard(pl.Callback):
         if self.preemption is not None:
             self.preemption.remove()
             self.preemption = None
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-        self._control.close()
+        while self._undo:
+            self._undo.pop()()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

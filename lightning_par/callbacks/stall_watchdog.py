@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_par.callbacks.timed_steps import refuse_two
+from lightning_par.callbacks._common import refuse_two
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.watchdog import Action, Watchdog, check_options, leaders_of
 from lightning_par.strategies import MeshStrategy

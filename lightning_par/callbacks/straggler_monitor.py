@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_par.callbacks.timed_steps import TimedSteps, events_of
+from lightning_par.callbacks._common import events_of
+from lightning_par.callbacks.timed_steps import TimedSteps
 from lightning_par.errors import Problems, is_number
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.step_timer import StepTimes

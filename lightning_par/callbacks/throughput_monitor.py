@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_par.callbacks._common import events_of, is_tried_out
 from lightning_par.callbacks.rank_zero_logger import loss_of_batch
-from lightning_par.callbacks.timed_steps import TimedSteps, events_of, is_tried_out
+from lightning_par.callbacks.timed_steps import TimedSteps
 from lightning_par.errors import Problems, is_number
 from lightning_par.parallel._compat import tensors_in
 from lightning_par.planner.flops import FlopCounter
 from lightning_par.planner.hardware import peak_flops
 from lightning_par.resilience.errors import DIVERGED, TrainingDivergedError
 from lightning_par.resilience.events import FILE, EventLog
+from lightning_par.resilience.failures import is_consequence
 from lightning_par.resilience.step_timer import StepTimes
 from lightning_par.resilience.throughput import Throughput, ThroughputReport
 from lightning_par.strategies import MeshStrategy, _compat
@@ -165,7 +166,7 @@ class ThroughputMonitor(TimedSteps):
         self._stop_counting()
         super().on_exception(trainer, pl_module, exception)
         lines = str(exception).splitlines() or [""]
-        how, follows = f"{type(exception).__name__}: {lines[0]}".rstrip(": "), _follows(exception)
+        how, follows = f"{type(exception).__name__}: {lines[0]}".rstrip(": "), is_consequence(exception)
         directory = Path(trainer.default_root_dir)
         # Of what ended the run rank 0 may only see that a rank is gone. Where that rank has another directory, it keeps
         # to itself.
@@ -331,12 +332,6 @@ def _layout(trainer: Trainer) -> str:
         return f"{trainer.world_size} ranks"
     sizes = {name: getattr(strategy.layout, f"{name}_size") for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-
-
-def _follows(exception: BaseException) -> bool:
-    """Whether it only says that another rank is gone; of gloo it is no more than a RuntimeError."""
-    told = str(exception)
-    return isinstance(exception, dist.DistError) or (isinstance(exception, RuntimeError) and "gloo/" in told)
 
 
 def _status(exception: BaseException) -> int:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_par.callbacks._common import refuse_two
 from lightning_par.errors import Problems, is_count
-from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.phases import Phase
 from lightning_par.resilience.step_timer import StepTimer, StepTimes
 from lightning_par.strategies import _compat
@@ -131,29 +130,6 @@ class TimedSteps(Callback):
         while self._undo:
             self._undo.pop()()
         self._timer, self._drives = None, False
-
-
-def refuse_two(trainer: Trainer, kind: type[Callback]) -> None:
-    """Raise `ParallelConfigError` if a Trainer has more than one callback of a kind that writes down the run."""
-    problems = Problems()
-    if sum(isinstance(one, kind) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-        problems.add(f"more than one callback is {kind.__name__}", "keep one of them")
-    problems.raise_if_any()
-
-
-def is_tried_out(trainer: Trainer) -> bool:
-    """Whether a fit only tries something out, and leaves no events."""
-    return bool(trainer.fast_dev_run or _compat.is_tuning(trainer))  # type: ignore[attr-defined]
-
-
-def events_of(trainer: Trainer) -> EventLog:
-    """Where rank 0 writes the events of a run; nowhere if the fit only tries something out."""
-    if "://" in trainer.default_root_dir:
-        rank_zero_warn(
-            f"no events are written for lightning-par report, as default_root_dir is {trainer.default_root_dir}: "
-            "a local directory keeps them, and CommittedCheckpoint(dirpath=URL) the checkpoints where they are"
-        )
-    return EventLog(trainer.default_root_dir if trainer.is_global_zero and not is_tried_out(trainer) else None)
 
 
 def _timed_saves(strategy: Any, name: str, timer: StepTimer) -> Callable[[], None]:

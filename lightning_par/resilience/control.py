@@ -30,7 +30,7 @@ class StepControl:
         timeout: How long a rank waits for the others.
 
     Attributes:
-        exchanges: How many there have been; tells a caller whether this step has had its own.
+        exchanges: How many there have been.
 
     Example::
 
@@ -95,6 +95,20 @@ class StepControl:
             self._heard[name] = max(self._heard.get(name, value), value)
         self.exchanges += 1
         return result
+
+    def attend(self, step: int, before: int) -> int:
+        """Have the exchange of a step, unless another has had it for all; collective, after the step.
+
+        Args:
+            step: As in `exchange`.
+            before: How many exchanges there were when the caller last asked.
+
+        Returns:
+            How many there are now.
+        """
+        if self.exchanges == before:
+            self.exchange(step)
+        return self.exchanges
 
     def take(self, name: str) -> int | None:
         """The largest number of a name in the exchanges since this was last asked; None if there was none."""

@@ -25,8 +25,15 @@ VARIABLE = "LIGHTNING_PAR_FAILURES"
 TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 _RECORDED = "_lightning_par_recorded"
-# What gloo says on ranks that have lost another one.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+# What gloo says on ranks that have lost another one, or have waited for it in vain.
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "timeout caused pair closure",
+)
 MAX_TRACEBACK_LINES = 40
 
 
@@ -38,7 +45,7 @@ class Failure:
         rank: Global rank.
         error: Its type and text.
         time: Seconds since the epoch.
-        consequence: Whether it only says that another rank is gone.
+        consequence: Whether it only says that another rank is gone or has not come.
         stack: The traceback.
     """
 
@@ -101,7 +108,7 @@ def forget_failure(rank: int, *, environment: Mapping[str, str] = os.environ) ->
 
 
 def is_consequence(exception: BaseException) -> bool:
-    """Whether an error of a collective only says that another rank is gone."""
+    """Whether an error of a collective only says that another rank is gone or has not come."""
     if isinstance(exception, dist.DistError):
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _LOST)

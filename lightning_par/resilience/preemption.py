@@ -152,10 +152,7 @@ class Preemption:
         Args:
             step: The number of this step, the same on all ranks.
         """
-        # One who has had the exchange of this step has heard for all.
-        if self._control.exchanges == self._exchanges:
-            self._control.exchange(step)
-        self._exchanges = self._control.exchanges
+        self._exchanges = self._control.attend(step, self._exchanges)
         wish = self._control.take(_WISH)
         save_time = (self._control.take(_SAVE_TIME) or 0) / 1000
         if not wish:
