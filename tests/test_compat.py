@@ -24,6 +24,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from probe import Probe, numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,10 +37,11 @@ from lightning_par.errors import ParallelConfigError
 from lightning_par.parallel import _compat, _compat_fsdp
 from lightning_par.parallel.data import _check_classes
 from lightning_par.resilience import _compat as resilience_compat
+from lightning_par.strategies import DataParallelStrategy, _compat_logging, _compat_signals
 from lightning_par.strategies import _compat as lightning_compat
-from lightning_par.strategies import _compat_logging
 from lightning_par.strategies import _compat_steps as steps_compat
 from lightning_par.testing import run_ranks
+from parity import make_trainer
 
 
 def test_engine_queue_callback_runs_once_at_the_end_of_backward() -> None:
@@ -518,7 +521,7 @@ def test_lightnings_signal_handlers_can_be_left_out() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     loop = trainer.fit_loop.epoch_loop
     assert callable(loop._broadcast_sigterm_tensor)
-    undo = lightning_compat.without_signal_handlers(trainer)
+    undo = _compat_signals.without_signal_handlers(trainer)
     assert "_broadcast_sigterm_tensor" in vars(loop)
     trainer._signal_connector.register_signal_handlers()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
@@ -531,6 +534,36 @@ def test_lightnings_signal_handlers_can_be_left_out() -> None:
     assert signal.getsignal(signal.SIGUSR1) != before[1]
     trainer._signal_connector.teardown()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+class Losing(Probe):
+    """Before its first batch a broadcast finds that another rank is gone; or rank 0 is told to end."""
+
+    def __init__(self, what: str, patches: contextlib.ExitStack) -> None:
+        super().__init__()
+        self.what, self.patches = what, patches
+
+    def on_train_epoch_start(self) -> None:
+        if self.what == "lost":
+            self.patches.enter_context(mock.patch.object(dist, "broadcast", side_effect=OSError("lost")))
+        elif dist.get_rank() == 0:
+            self.trainer._signal_connector.received_sigterm = True
+
+
+def ends_in_a_batch(what: str) -> tuple[str, int, bool]:
+    trainer, told = make_trainer(2, DataParallelStrategy(), max_steps=5), "nothing"
+    with contextlib.ExitStack() as patches:
+        try:
+            trainer.fit(Losing(what, patches), numbers(20))
+        except (OSError, SIGTERMException) as error:
+            told = type(error).__name__
+    return told, trainer.global_step, "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
+
+
+@pytest.mark.parametrize(("what", "error"), [("lost", "OSError"), ("told", "SIGTERMException")])
+def test_the_broadcast_before_each_batch_hides_no_rank_that_is_gone(what: str, error: str) -> None:
+    """`_TrainingEpochLoop._broadcast_sigterm_tensor` takes any error for no signal, and raises `SIGTERMException`."""
+    assert run_ranks(2, ends_in_a_batch, what) == [(error, 0, False)] * 2
 
 
 def short_trainer() -> pl.Trainer:

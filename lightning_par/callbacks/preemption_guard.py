@@ -20,7 +20,7 @@ from lightning_par.errors import Problems
 from lightning_par.resilience.errors import PreemptedError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.preemption import Preemption, Requeue, Stop, check_requeue, check_signals, slurm_end
-from lightning_par.strategies import MeshStrategy, _compat
+from lightning_par.strategies import MeshStrategy, _compat, _compat_signals
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class PreemptionGuard(pl.Callback):
             return
         # One that was told to end and did not.
         self._remove()
-        self._undo.append(_compat.without_signal_handlers(trainer))
+        self._undo.append(_compat_signals.without_signal_handlers(trainer))
         if stage != "fit":
             # Nothing is lost: a signal ends the process, or does what the program has said.
             return

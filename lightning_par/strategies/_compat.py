@@ -325,29 +325,6 @@ def resume_instead(trainer: Any, resume: Callable[[], tuple[str, dict[str, Any]]
     return undo
 
 
-def without_signal_handlers(trainer: Any) -> Callable[[], None]:
-    """Keep Lightning from handling SIGTERM and SLURM's signals in the next run of a Trainer; on all ranks.
-
-    Its handler of SIGTERM waits inside for a collective, and that of SLURM saves there (`_SignalConnector`, 2.6). The
-    broadcast before each batch that tells of the former goes with it (`_TrainingEpochLoop`, 2.6).
-
-    Returns:
-        Lets it do so again.
-    """
-    left_out = (
-        (trainer._signal_connector, "register_signal_handlers"),
-        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-    )
-
-    def undo() -> None:
-        for owner, name in left_out:
-            owner.__dict__.pop(name, None)
-
-    for owner, name in left_out:
-        setattr(owner, name, lambda: None)
-    return undo
-
-
 def is_tuning(trainer: Any) -> bool:
     """Whether a fit only looks for a rate or a batch size, as those of `Tuner` do (`_early_exit`, 2.0)."""
     return any(

@@ -32,7 +32,16 @@ from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.parallel.report import sizes
 from lightning_par.resilience.failures import record_failure
-from lightning_par.strategies import _compat, _compat_logging, averaging, foreign, hooks, loaders, resumption
+from lightning_par.strategies import (
+    _compat,
+    _compat_logging,
+    _compat_signals,
+    averaging,
+    foreign,
+    hooks,
+    loaders,
+    resumption,
+)
 from lightning_par.strategies.examples import step_example
 from lightning_par.strategies.explicit import explicit_stages
 from lightning_par.strategies.launcher import RankLauncher, begin_run
@@ -210,6 +219,7 @@ class MeshStrategy(SavesCheckpoints):
             self.setup_optimizers(trainer)
             self._looked_at = hooks.look_at_parameters_between_steps(trainer)
             self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
+            self._undo.append(_compat_signals.fail_with_the_broadcast(trainer))
         self.setup_precision_plugin()
         if fitting and self._resume_directory is not None:
             go_on = partial(self._go_on, *self._resume_directory)
