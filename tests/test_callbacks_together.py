@@ -1,4 +1,4 @@
-"""Callbacks that look after one run: they share the collective of each step, and nothing is left of a run that is none."""
+"""Callbacks that look after one run share the collective of each step, and leave nothing of a run that is none."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.layout import ParallelMesh
 from lightning_par.parallel import _compat_fsdp
 from lightning_par.parallel.carried import carry_over, refuse_copies
+from lightning_par.parallel.fingerprints import Fingerprint
 from lightning_par.parallel.precision import PrecisionPolicy, fsdp_policy
 from lightning_par.parallel.replicate import GradientReducer
 from lightning_par.parallel.shards import class_name, is_cut_by_fsdp
@@ -371,7 +372,8 @@ def synchronise_initial_values(module: nn.Module, group: dist.ProcessGroup) -> b
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()]
     if group.size() == 1 or not tensors:
         return False
-    mine = torch.stack([_fingerprint(t) for t in tensors]).cpu()
+    fingerprint = Fingerprint()
+    mine = torch.stack([fingerprint(t).cpu() for t in tensors])
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine.numpy().tobytes(), group=group)
     if all(other == everyone[0] for other in everyone):
@@ -382,17 +384,6 @@ def synchronise_initial_values(module: nn.Module, group: dist.ProcessGroup) -> b
     )
     _broadcast(tensors, group)
     return True
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    for i, chunk in enumerate(values.reshape(-1).split(2**20)):
-        chunk = chunk.to(torch.float64)
-        # A fixed pseudo-random direction tells permutations apart; a sum does not.
-        direction = torch.sin(torch.arange(1 + i, 1 + i + chunk.numel(), device=tensor.device, dtype=torch.float64))
-        total += torch.stack([chunk.sum(), (chunk * direction).sum()])
-    return total
 
 
 @torch.no_grad()

@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_par.parallel.shards import to_local
-
-# Words at a time: as many as a core keeps in its cache; elsewhere enough that starting a kernel costs little.
-_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
-_FACTOR = 0x2545F4914F6CDD1D  # odd
+from lightning_par.parallel.fingerprints import Fingerprint
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -62,7 +58,7 @@ class ParityCheck:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._weights: Tensor | None = None
+        self._fingerprint = Fingerprint()
         self._held: tuple[list[int], list[list[Key]]] = ([], [])
 
     def check(self, parameters: Mapping[str, Tensor]) -> list[Difference]:
@@ -77,7 +73,7 @@ class ParityCheck:
         if not dist.is_initialized() or not parameters:
             return []
         keys = [(name, place_of(parameter)) for name, parameter in parameters.items()]
-        mine = torch.stack([self.fingerprint(parameter) for parameter in parameters.values()])
+        mine = torch.stack([self._fingerprint(parameter) for parameter in parameters.values()])
         ranks, told = self._tell(keys, mine)
         copies: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, held, values in zip(ranks, self._held[1], told, strict=True):
@@ -85,31 +81,6 @@ class ParityCheck:
                 copies[key][value].append(rank)
         found = (_difference(name, by_value) for (name, _), by_value in sorted(copies.items()))
         return [one for one in found if one is not None]
-
-    def fingerprint(self, tensor: Tensor) -> Tensor:
-        """64 bits of the bytes that this rank holds and of their order, as a tensor of one int64.
-
-        A change of one word of 32 bits always shows; of any others, all but surely.
-        """
-        content = to_local(tensor.detach()).contiguous().view(-1).view(torch.uint8)
-        weights = self._weights_on(content.device)
-        total = torch.zeros((), dtype=torch.int64, device=content.device)
-        for chunk in content.split(4 * len(weights)):
-            if chunk.numel() % 4:
-                chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 4))
-            words = chunk.view(torch.int32)
-            # Whole numbers that run over lose nothing: an odd factor can be undone.
-            total = total * _FACTOR + (words.to(torch.int64) * weights[: words.numel()]).sum()
-        return total
-
-    def _weights_on(self, device: torch.device) -> Tensor:
-        """Odd numbers, the same on all ranks."""
-        if self._weights is None or self._weights.device != device:
-            count = _CPU_CHUNK if device.type == "cpu" else _CHUNK
-            generator = torch.Generator().manual_seed(1)
-            drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64)
-            self._weights = (drawn | 1).to(device)
-        return self._weights
 
     def _tell(self, keys: list[Key], mine: Tensor) -> tuple[list[int], list[list[int]]]:
         """The ranks, and the fingerprints of each of them; what they belong to is told again where it has changed."""
