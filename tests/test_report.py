@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lightning_par.cli import main
 from lightning_par.resilience.charts import MAX_POINTS, Line, line_chart, short, thin
@@ -340,14 +341,13 @@ BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (pat
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser (Debian: chromium)")
 @pytest.mark.parametrize(("scheme", "background"), [(1, (0xF7, 0xF7, 0xF5)), (0, (0x15, 0x18, 0x1B))])
 def test_a_browser_shows_it_in_light_and_dark(scheme: int, background: tuple[int, ...], tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
     html, picture = tmp_path / "out.html", tmp_path / "out.png"
     html.write_text(page(summarise(whole_story().events), "run"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,1400"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"]
     command = [str(BROWSER), *flags, f"--screenshot={picture}", f"file://{html}"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    shown = image.open(picture).convert("RGB")
+    shown = Image.open(picture).convert("RGB")
     assert shown.getpixel((3, 3)) == background
     colours = {colour for _, colour in shown.getcolors(1 << 20)}
     lines = [(0x2F, 0x6F, 0xB3), (0xD9, 0x82, 0x2B)] if scheme else [(0x6E, 0xA8, 0xE4), (0xEF, 0xA7, 0x5F)]

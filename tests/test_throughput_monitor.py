@@ -432,7 +432,6 @@ def test_each_part_of_a_step_is_in_its_phase(accumulate: int, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_weights_and_biases_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     monitor, _ = one_process(tmp_path, logger)
