@@ -671,6 +671,8 @@ def test_a_fit_can_go_back_within_an_epoch() -> None:
 def test_fused_optimizers_read_a_veto(kind: Any) -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     optimizer = kind(params, lr=0.1, fused=True)
+    if kind is torch.optim.Adagrad and torch.__version__.startswith("2.11"):
+        pytest.skip("it reads none there, and is refused")
     assert steps_compat.takes_out_scale(optimizer)
     assert not steps_compat.takes_out_scale(kind(params, lr=0.1))
     for veto in (0.0, 1.0, None):

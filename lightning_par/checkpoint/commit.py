@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_par.checkpoint.crash_points import crash_point
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.manifest import MANIFEST, META, METADATA, Manifest, structural_problems
+from lightning_par.checkpoint.manifest import MANIFEST, META, METADATA, Manifest, read_metadata, structural_problems
 from lightning_par.checkpoint.prepare import Prepared
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.checkpoint.storage import REPLACED, TRASH, FileFacts, Storage
@@ -187,6 +187,8 @@ def _index(prepared: Prepared, storage: Storage, attempt: str, facts: Facts, par
     writer, metadata = prepared.writer, prepared.metadata
     assert metadata is not None
     writer.finish(metadata, [part.results for part in parts])
+    # torch 2.11 fills in a copy; and what counts is what can be read.
+    metadata = read_metadata(storage, attempt)
     files = {name: facts for part in parts for name, facts in part.files.items()}
     problems = structural_problems(metadata, files)
     files[METADATA] = writer.files[METADATA]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+import torch
 from torch import nn
 
 from lightning_par.errors import Problem, Problems
@@ -135,6 +136,7 @@ class ParallelOptions:
             )
         problems.extend(checkpointing_problems(self.activation_checkpointing))
         problems.extend(capabilities.problems_of(self.features(layout, policy)))
+        problems.extend(_torch_problems(layout))
         return list(problems)
 
     def _pipeline_problems(self, pp_size: int) -> list[Problem]:
@@ -166,3 +168,25 @@ class ParallelOptions:
                 schedule_problems(self.pp_schedule, size, self.microbatches(size), stages, compile=bool(self.compile))
             )
         return list(problems)
+
+
+def _torch_problems(layout: ParallelLayout) -> list[Problem]:
+    """Which axes need a newer torch than there is."""
+    problems, fix = Problems(), 'pip install "torch>=2.13"'
+    if layout.tp_size != 1:
+        from lightning_par.parallel.tensor._compat import CAN_SIMULATE
+
+        if not CAN_SIMULATE:
+            problems.add(
+                f"tp_size is {layout.tp_size}: a plan is verified on simulated ranks, which torch {torch.__version__} "
+                "does not have",
+                fix,
+            )
+    if layout.pp_size != 1:
+        from lightning_par.parallel.pipeline._compat import CAN_DESCRIBE_STAGES
+
+        if not CAN_DESCRIBE_STAGES:
+            problems.add(
+                f"pp_size is {layout.pp_size}: torch {torch.__version__} cannot be told what crosses the cuts", fix
+            )
+    return list(problems)

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Step = tuple[str, int, int, bool]
 """The kind of a computation ("F", "B", "I" or "W"), its stage, its micro-batch, whether the next is to overlap it."""
+
+
+# What a stage is told of the tensors that it receives and sends (newer than torch 2.11).
+CAN_DESCRIBE_STAGES = hasattr(_utils, "_StageMeta")
 
 
 def planned_steps(name: str, pp_size: int, n_microbatches: int, stages_per_rank: int) -> dict[int, list[Step]]:

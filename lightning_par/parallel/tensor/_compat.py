@@ -23,7 +23,7 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     CAN_SIMULATE = True
-except ImportError:  # torch < 2.10
+except ImportError:  # torch 2.11
     CAN_SIMULATE = False
 
 T = TypeVar("T", bound=Tensor)
@@ -86,7 +86,7 @@ def map_first_tensor(function: Callable[[Tensor], Any], *data: Any) -> Any:
 
 @contextmanager
 def simulated_mesh(size: int, mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
-    """Run what follows on all ranks of a mesh at once, in this process (`LocalTensorMode`, torch >= 2.10).
+    """Run what follows on all ranks of a mesh at once, in this process (`LocalTensorMode`; that of torch 2.11 crashes).
 
     Nothing is sent, also over a real mesh. Values that differ between ranks are in `rank_values`.
 
