@@ -321,10 +321,11 @@ def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
 
 def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Contexts of the forward and of the recomputation of one block call, with a policy that counts from zero."""
-    forward, recomputation = create_selective_checkpoint_contexts(_SelectivePolicy())
+    policy = _SelectivePolicy()
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
     if torch.compiler.is_compiling():  # the compiler marks every operation, through these very objects
         return forward, recomputation
-    return _Filtered(forward), _Filtered(recomputation)
+    return _Filtered(forward, policy), _Filtered(recomputation, policy)
 
 
 class _Filtered(TorchDispatchMode):
@@ -335,13 +336,15 @@ class _Filtered(TorchDispatchMode):
 
     supports_higher_order_operators = True  # flex attention is one
 
-    def __init__(self, mode: TorchDispatchMode) -> None:
+    def __init__(self, mode: TorchDispatchMode, policy: _SelectivePolicy) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._policy = mode, policy
 
     def __enter__(self) -> Any:
         with self._mode:  # makes it count from zero in each recomputation
             pass
+        # torch 2.11 asks again there.
+        self._policy.matmuls = 0
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -351,10 +354,14 @@ class _Filtered(TorchDispatchMode):
 
 
 class _SelectivePolicy:
-    """Decides for each operation of one block call whether its result is kept."""
+    """Decides for each operation of one block call whether its result is kept.
+
+    Attributes:
+        matmuls: How many there have been in the forward, or in the recomputation where it is asked there.
+    """
 
     def __init__(self) -> None:
-        self._matmuls = 0
+        self.matmuls = 0
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if self._keeps(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -368,8 +375,8 @@ class _SelectivePolicy:
     def _keeps(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = _name(op)
         if name in MATMULS:
-            self._matmuls += 1
-            return self._matmuls % 2 == 1
+            self.matmuls += 1
+            return self.matmuls % 2 == 1
         if name in ATTENTION_KERNELS:
             # A kernel that is not run again does not advance the random state: later dropouts would draw other masks.
             return not _argument(op, "dropout_p", args, kwargs)
