@@ -22,5 +22,5 @@ def test_axes_that_need_a_newer_torch_are_refused(axis: str, name: str, monkeypa
     monkeypatch.setattr(name, False)
     (problem,) = ParallelOptions().problems(layout, resolve_precision("32-true"))
     assert f"{axis} is 2" in str(problem)
-    assert 'fix: pip install "torch>=2.13"' in str(problem)
+    assert 'fix: pip install "torch>=2.12"' in str(problem)
     assert ParallelOptions().problems(ParallelLayout(), resolve_precision("32-true")) == []

@@ -172,7 +172,7 @@ class ParallelOptions:
 
 def _torch_problems(layout: ParallelLayout) -> list[Problem]:
     """Which axes need a newer torch than there is."""
-    problems, fix = Problems(), 'pip install "torch>=2.13"'
+    problems, fix = Problems(), 'pip install "torch>=2.12"'
     if layout.tp_size != 1:
         from lightning_par.parallel.tensor._compat import CAN_SIMULATE
 
