@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from lightning_par.resilience.failures import (
     record_failure,
     verdict,
 )
+from lightning_par.strategies import fabric as fabric_strategies
 from lightning_par.strategies.launcher import RankLauncher
 from lightning_par.testing import run_ranks
 
@@ -206,6 +208,17 @@ def test_F6_the_status_is_not_that_all_went_well_where_a_rank_failed(
         record_failure(SystemExit(own), 0, environment={VARIABLE: str(tmp_path)})
     launcher._at_exit(str(tmp_path))
     assert left == ([] if status is None else [status])
+
+
+@pytest.mark.parametrize("launcher", [RankLauncher, fabric_strategies.MeshStrategy._launcher_class])
+def test_the_ranks_that_are_started_have_their_part_of_the_cores(launcher: Any) -> None:
+    with patch.dict(os.environ), patch("subprocess.Popen") as started:
+        for name in ("OMP_NUM_THREADS", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        started.return_value.configure_mock(returncode=0, **{"poll.return_value": 0})
+        threads = launcher(LightningEnvironment(), 3, 1).launch(torch.get_num_threads)
+    others = [call.kwargs["env"]["OMP_NUM_THREADS"] for call in started.call_args_list]
+    assert others == 2 * [str(threads)]
 
 
 @pytest.mark.slow

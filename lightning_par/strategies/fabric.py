@@ -57,13 +57,22 @@ __all__ = [
 State = dict[str, nn.Module | Optimizer | Any]
 
 
+class _Launcher(_SubprocessScriptLauncher):
+    """Divides the cores among all ranks: those that it starts have no launcher, and take the number as it is here."""
+
+    @override
+    def _call_children_scripts(self) -> None:
+        _compat.set_threads(self.num_processes)
+        super()._call_children_scripts()
+
+
 class MeshStrategy(MeshShell, ParallelStrategy):
     """Runs the modules of a Fabric script under any layout of the axes that work.
 
     The options are those of `MeshShell`.
     """
 
-    _launcher_class = _SubprocessScriptLauncher
+    _launcher_class = _Launcher
 
     @override
     def _init_host(self) -> None:

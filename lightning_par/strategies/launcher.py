@@ -58,9 +58,10 @@ class RankLauncher(_SubprocessScriptLauncher):
             Path(folder, _PARENT).write_text(str(os.getpid()))
             # Registered first and so called last, when this rank has let go of the process group.
             atexit.register(self._at_exit, folder)
+            # Here, as the others have no launcher: they take the number from the environment.
+            _compat.set_threads(self.num_processes)
             self._call_children_scripts()
             threading.Thread(target=self._observe, args=(folder,), name="observer of ranks", daemon=True).start()
-        _compat.set_threads(self.num_processes)
         return function(*args, **kwargs)
 
     def _failed(self) -> dict[int, int]:
