@@ -228,6 +228,15 @@ def test_a_bad_policy_is_refused(build: Callable[[Any], Any]) -> None:
         build("rank1")
 
 
+def test_all_wrong_arguments_are_named() -> None:
+    for every in (-5, 2.5, True, "20"):
+        with pytest.raises(ParallelConfigError, match=r"every_n_steps of RankZeroLogger is .*; it is an int >= 0"):
+            RankZeroLogger(every_n_steps=every)  # type: ignore[arg-type]
+    with pytest.raises(ParallelConfigError) as error:
+        RankZeroLogger("rank1", -1, repeat_interval=-1.0)  # type: ignore[arg-type]
+    assert len(error.value.problems) == 3
+
+
 class Module(LightningModule):
     """Its loss is the number of the batch."""
 
@@ -289,6 +298,14 @@ def test_prints_metrics_in_a_trainer(console: io.StringIO, tmp_path: Path) -> No
 def test_the_loss_under_accumulation_is_that_of_the_step(console: io.StringIO, tmp_path: Path) -> None:
     trainer(tmp_path, RankZeroLogger(every_n_steps=1), accumulate_grad_batches=3).fit(Module(), data())
     assert [line[:26] for line in lines(console)] == ["step 1 | epoch 0 | loss 2 ", "step 2 | epoch 0 | loss 5 "]
+
+
+def test_a_validation_that_logs_nothing_is_a_line_without_an_end_that_is_missing(
+    console: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Module, "log", lambda *_, **__: None)
+    trainer(tmp_path, RankZeroLogger(every_n_steps=9)).fit(Module(), data(), data(1))
+    assert lines(console) == ["validation | step 6 | epoch 0"]
 
 
 def test_zero_prints_no_metrics(console: io.StringIO, tmp_path: Path) -> None:

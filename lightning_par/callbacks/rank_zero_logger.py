@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_par.errors import ParallelConfigError, Problems, is_number
 from lightning_par.resilience.failures import record_failure
 from lightning_par.resilience.logging import Policy, RankLogging, check_policy
 
@@ -30,6 +31,9 @@ class RankZeroLogger(Callback):
         directory: Where each rank appends all its records to ``rank-N.jsonl``, one JSON object a line; None: nowhere.
         repeat_interval: A message that is repeated within this many seconds is folded; 0 prints all.
 
+    Raises:
+        ParallelConfigError: With everything that is wrong with the arguments.
+
     Example (Lightning CLI)::
 
         trainer:
@@ -46,7 +50,22 @@ class RankZeroLogger(Callback):
         directory: str | None = None,
         repeat_interval: float = 60.0,
     ) -> None:
-        check_policy(policy)
+        problems = Problems()
+        try:
+            check_policy(policy)
+        except ParallelConfigError as error:
+            problems.extend(error.problems)
+        if type(every_n_steps) is not int or every_n_steps < 0:
+            problems.add(
+                f"every_n_steps of RankZeroLogger is {every_n_steps!r}; it is an int >= 0, of which 0 prints no lines",
+                "every_n_steps=50",
+            )
+        if not is_number(repeat_interval) or not repeat_interval >= 0:
+            problems.add(
+                f"repeat_interval of RankZeroLogger is {repeat_interval!r}; it is a number of seconds >= 0",
+                "repeat_interval=60.0",
+            )
+        problems.raise_if_any()
         self.policy = policy
         self.every_n_steps = every_n_steps
         self.directory = directory
@@ -107,9 +126,9 @@ class RankZeroLogger(Callback):
     def _print(self, trainer: Trainer, what: str, metrics: dict[str, float | None]) -> None:
         known = {name: value for name, value in metrics.items() if value is not None}
         if trainer.global_rank == 0:
-            line = " | ".join(f"{name} {value:.5g}" for name, value in known.items())
-            step, epoch = trainer.global_step, trainer.current_epoch
-            log.info("%sstep %d | epoch %d | %s", what, step, epoch, line, extra={"metrics": known})
+            numbers = [f"{name} {value:.5g}" for name, value in known.items()]
+            line = " | ".join([f"step {trainer.global_step}", f"epoch {trainer.current_epoch}", *numbers])
+            log.info("%s%s", what, line, extra={"metrics": known})
 
     def _remove(self) -> None:
         if self._logging is not None:
