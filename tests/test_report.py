@@ -274,6 +274,15 @@ def test_the_rank_that_failed_is_told_and_not_the_one_that_lost_it() -> None:
     assert [start.end for start in summarise(story.events).starts] == ends
 
 
+def test_a_run_without_a_throughput_monitor_is_not_told_to_be_killed() -> None:
+    story = Story()
+    story.tell("checkpoint", 50, path="/runs/a/step-00000050", blocked=0.2, written=1.5)
+    story.tell("parity", 60, rank=1, ranks=[1], parameter="norm.weight")
+    said = text(summarise(story.events), "run")
+    assert "steps 50 to 60: not recorded: ThroughputMonitor does so" in said
+    assert "1 checkpoint, 0 stalls, 0 straggler reports, 1 parity difference\n" in said
+
+
 def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b'\xff\xfe\n{"time": 1.0, "kind": "start"}\n[]\n' + b"[" * 100_000 + b'\n{"time": 2')
     assert read_events(tmp_path) == [{"time": 1.0, "kind": "start"}]
@@ -314,7 +323,7 @@ def test_the_command_writes_text_and_page(
     assert main() == 0
     said = capsys.readouterr().out
     assert "start 3: " in said
-    assert "1 skipped steps, 1 rewinds, 1 checkpoints, 1 stalls, 1 straggler reports" in said
+    assert "1 skipped step, 1 rewind, 1 checkpoint, 1 stall, 1 straggler report\n" in said
     assert "goodput" in said
     assert html.read_text().startswith("<!doctype html>")
     monkeypatch.setattr(sys, "argv", ["lightning-par", "report", str(tmp_path / "nowhere")])

@@ -348,13 +348,16 @@ def text(run: RunSummary, name: str) -> str:
         lines.append(f"  last report: {', '.join(facts)}")
         lines += [f"  {last['verdict']}"] if last.get("verdict") else []
     kinds = {
-        "skip": "skipped steps",
-        "rewind": "rewinds",
-        "checkpoint": "checkpoints",
-        "stall": "stalls",
-        "straggler": "straggler reports",
+        "skip": "skipped step",
+        "rewind": "rewind",
+        "checkpoint": "checkpoint",
+        "stall": "stall",
+        "straggler": "straggler report",
     }
-    lines.append("  " + ", ".join(f"{run.counts.get(kind, 0)} {words}" for kind, words in kinds.items()))
+    # Few runs compare copies.
+    kinds |= {"parity": "parity difference"} if run.parity else {}
+    counts = [(run.counts.get(kind, 0), word) for kind, word in kinds.items()]
+    lines.append("  " + ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts))
     found = run.goodput
     if found.wall > 0:
         lost = sorted(((seconds, what) for what, seconds in found.lost.items() if seconds > 0), reverse=True)

@@ -152,7 +152,10 @@ def _end(events: Sequence[Event]) -> tuple[str, int | None]:
         said = f"rank {error.get('rank', '?')}: {error.get('how', 'failed')}"
     elif stall.get("kind") == "stall" and status != 0:
         said = "; ".join(["stalled", *verdicts(stall)])
-    return said or "left no word: killed, or still running", None if status is None else int(status)
+    if not said:
+        is_noted = events[0]["kind"] == "start"
+        said = "left no word: killed, or still running" if is_noted else "not recorded: ThroughputMonitor does so"
+    return said, None if status is None else int(status)
 
 
 def verdicts(stall: Event) -> list[str]:
