@@ -89,7 +89,8 @@ class ParityMonitor(pl.Callback):
         for one in new:
             self._events.write("parity", step, rank=one.ranks[0], ranks=one.ranks, parameter=one.parameter)
         lines = "\n".join(f"  - {one}" for one in new)
-        text = f"ranks hold different bytes of {len(new)} parameters that must be the same, at step {step}:\n{lines}"
+        what = f"{len(new)} parameter{'' if len(new) == 1 else 's'}"
+        text = f"ranks hold different bytes of {what} that must be the same, at step {step}:\n{lines}"
         if self.action == "abort":
             raise ParityError(text)
         if trainer.is_global_zero:
