@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import itertools
 import re
 from contextlib import nullcontext
@@ -147,3 +149,29 @@ def test_the_loop_of_the_page_about_monitoring_runs(tmp_path: Path) -> None:
     # The first Linear needs no gradient of its input.
     assert report.tflops * 1e12 / (report.per_second / 2) == pytest.approx(2 * (4 * 4 * 2 + 4 * 1 * 3))
     assert [event["kind"] for event in read_events(tmp_path)] == ["step"]
+
+
+# What a reader has of his own, beside what an example makes and imports.
+OF_THE_READER = {"model", "module", "data", "datamodule"}
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def free_names(code: str) -> set[str]:
+    """The names that a piece of code uses and does not bind."""
+    nodes = list(ast.walk(ast.parse(code)))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {name.asname or name.name.partition(".")[0] for name in node.names}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - bound - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_with_a_trainer_import_what_they_use(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        if "Trainer(" in code:
+            assert free_names(code) <= OF_THE_READER, code
+            # Which makes the names of the strategies known, too.
+            assert "import lightning_par" in code or "from lightning_par" in code
