@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from lightning_par.resilience.stall_report import RankView, guilty, judge, numbers, report, stack_of
+from lightning_par.resilience._compat import around_waits
+from lightning_par.resilience.stall_report import RankView, call_of, guilty, judge, numbers, report, stack_of
 
 
 def group(called: int, over: int, call: str = "all_reduce [3] Float", ranks: tuple[int, ...] = (0, 1, 2)) -> Any:
@@ -137,3 +140,30 @@ def test_the_package_that_waits_is_told_too() -> None:
     thread.join()
     assert f"{client}:3 in read" in stack[1]
     assert "threading.py" in stack[0]
+
+
+class Work(float):
+    """As torch's own: a wait is no frame of Python."""
+
+    wait = time.sleep
+
+
+def test_a_wait_that_is_timed_is_in_the_call_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(Path(sysconfig.get_paths()["purelib"], "torch", "distributed", "p2p.py"))
+    known: dict[str, Any] = {"__name__": "torch.distributed.p2p"}
+    exec(compile("def recv(work):\n    work.wait()\n", file, "exec"), known)
+    script = str(Path(sysconfig.get_paths()["scripts"], "command"))
+    exec(compile("def main(work):\n    recv(work)\n", script, "exec"), known)
+    monkeypatch.setattr(dist, "Work", Work)
+    come = threading.Event()
+    undo = around_waits(come.set, lambda _: None)
+    thread = threading.Thread(target=known["main"], args=(Work(0.2),), daemon=True)
+    thread.start()
+    come.wait()
+    # Until the thread is inside of `wait`.
+    while (call := call_of(thread.ident or 0)) is None:
+        assert thread.is_alive()
+    assert call == "recv of torch.distributed.p2p"
+    assert [line.split(": ")[0] for line in stack_of(thread.ident or 0)] == [f"{file}:2 in recv"]
+    thread.join()
+    undo()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from probe import Probe, batches
 
-from lightning_par.callbacks import CommittedCheckpoint, StallWatchdog
+from lightning_par.callbacks import CommittedCheckpoint, StallWatchdog, ThroughputMonitor
 from lightning_par.resilience.board import Board
 from lightning_par.resilience.events import EventLog, read_events
 from lightning_par.resilience.watchdog import Action, Watchdog
@@ -197,7 +197,8 @@ def sleeps_under(axis: str, folder: Path, rank: int) -> int:
         build_strategy(("MeshStrategy", AXES[axis]), "trainer"),
         max_steps=3,
         default_root_dir=folder,
-        callbacks=[StallWatchdog(timeout=LIMIT), Sleeps(folder, 3, rank)],
+        # As in `lightning-par fit`, where waits are timed.
+        callbacks=[StallWatchdog(timeout=LIMIT), Sleeps(folder, 3, rank), ThroughputMonitor()],
     )
     trainer.fit(run.build(), loader(run.batches(0, 1)))
     return trainer.global_step

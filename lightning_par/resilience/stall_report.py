@@ -9,11 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 Kind = Literal["missing", "ended", "mismatch", "late", "behind", "elsewhere", "waiting", "still"]
 GUILTY: tuple[Kind, ...] = ("missing", "ended", "mismatch", "late", "behind", "elsewhere")
 STACK_LINES = 6
+_AROUND_WAITS = str(Path(__file__).with_name("_compat.py"))
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def stack_of(thread: int) -> list[str]:
     Args:
         thread: Its `threading.get_ident()`.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _innermost(thread)
     if frame is None:
         return []
     stack = list(reversed(traceback.extract_stack(frame)))
@@ -159,11 +161,19 @@ def call_of(thread: int) -> str | None:
     Args:
         thread: Its `threading.get_ident()`.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _innermost(thread)
     module = "" if frame is None else str(frame.f_globals.get("__name__"))
     if frame is None or not module.startswith("torch.distributed."):
         return None
     return f"{frame.f_code.co_name} of {module}"
+
+
+def _innermost(thread: int) -> FrameType | None:
+    """Where a thread is; what times the waits for collectives stands around each of them, and is no place."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename == _AROUND_WAITS:
+        frame = frame.f_back
+    return frame
 
 
 def _is_of_python(file: str) -> bool:
@@ -173,7 +183,9 @@ def _is_of_python(file: str) -> bool:
 
 def _is_of_a_package(file: str) -> bool:
     paths = sysconfig.get_paths()
-    return file.startswith((paths["purelib"], paths["platlib"], str(Path(__file__).parent.parent)))
+    # Among the scripts is the command of this package.
+    kept = (paths["purelib"], paths["platlib"], paths["scripts"])
+    return file.startswith((*kept, str(Path(__file__).parent.parent)))
 
 
 def _is_users(file: str) -> bool:
