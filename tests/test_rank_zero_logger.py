@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.callbacks import RankZeroLogger
 from lightning_par.errors import ParallelConfigError
+from lightning_par.resilience.errors import ParityError
 from lightning_par.resilience.logging import LOGGERS, RankLogging
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -354,6 +355,29 @@ def test_an_exception_is_recorded_and_the_loggers_are_put_back(console: io.Strin
     assert failure["step"] == 3
     assert "training_step" in failure["exception"]
     assert "training_step" not in console.getvalue()
+
+
+def test_what_all_ranks_have_found_one_says_after_all_that_was_folded(
+    console: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("lightning_par.user")
+    for rank in (0, 3):
+        for error in (ParityError("copies differ"), RuntimeError("no more")):
+            callback, one = RankZeroLogger(directory=str(tmp_path)), trainer(tmp_path)
+            monkeypatch.setattr(type(one), "global_rank", rank)
+            monkeypatch.setattr(type(one), "local_rank", rank)
+            callback.setup(one, Module(), "fit")
+            log.error("again")
+            log.error("again")
+            callback.on_exception(one, Module(), error)
+    twice = ["again", "again ... and 1 more"]
+    assert [line for line in console.getvalue().splitlines() if line.startswith(("again", "rank "))] == [
+        *[*twice, "rank 0: ParityError: copies differ"],
+        *[*twice, "rank 0: RuntimeError: no more"],
+        *twice,
+        *[*twice, "rank 3: RuntimeError: no more"],
+    ]
+    assert "copies differ" in (tmp_path / "rank-3.jsonl").read_text()
 
 
 def test_stages_one_after_another(console: io.StringIO, tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_par.errors import ParallelConfigError, Problems, is_number
+from lightning_par.resilience.errors import DesyncError, ParityError, TrainingDivergedError
 from lightning_par.resilience.failures import record_failure
 from lightning_par.resilience.logging import Policy, RankLogging, check_policy
 
 log = logging.getLogger(__name__)
+
+_OF_ALL_RANKS = (TrainingDivergedError, DesyncError, ParityError)
 
 
 class RankZeroLogger(Callback):
@@ -94,8 +97,12 @@ class RankZeroLogger(Callback):
         """Record the exception of this rank and put the loggers back: Lightning calls no teardown after it."""
         record_failure(exception, trainer.global_rank)
         if isinstance(exception, Exception):
-            message = "rank %d: %s: %s"
-            log.error(message, trainer.global_rank, type(exception).__name__, exception, extra={"exception": exception})
+            if self._logging is not None:
+                self._logging.tell_repetitions()
+            # What all ranks have found together one of them says.
+            level = logging.INFO if trainer.global_rank and isinstance(exception, _OF_ALL_RANKS) else logging.ERROR
+            what = trainer.global_rank, type(exception).__name__, exception
+            log.log(level, "rank %d: %s: %s", *what, extra={"exception": exception})
         self._remove()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

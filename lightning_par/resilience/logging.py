@@ -113,8 +113,7 @@ class RankLogging:
         """Print what is still folded and put loggers and handlers back as they were; a second call does nothing."""
         if not self.installed:
             return
-        for record in self._repeats.pending():
-            logging.getLogger(record.name).handle(record)
+        self.tell_repetitions()
         for handler, filter_ in self._filtered:
             handler.removeFilter(filter_)
         for logger, handler in self._added:
@@ -123,6 +122,11 @@ class RankLogging:
         for logger, level in self._levels:
             logger.setLevel(level)
         self._filtered, self._added, self._levels = [], [], []
+
+    def tell_repetitions(self) -> None:
+        """Print what is folded now."""
+        for record in self._repeats.pending():
+            logging.getLogger(record.name).handle(record)
 
     def prints(self, level: int) -> bool:
         """Whether records of a level are printed on this rank."""
