@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchmetrics import MeanMetric
 
+from lightning_par.errors import ParallelConfigError
 from lightning_par.resilience.errors import DesyncError
 from lightning_par.resilience.failures import (
     TORCHRUN_VARIABLE,
@@ -219,6 +220,17 @@ def test_the_ranks_that_are_started_have_their_part_of_the_cores(launcher: Any) 
         threads = launcher(LightningEnvironment(), 3, 1).launch(torch.get_num_threads)
     others = [call.kwargs["env"]["OMP_NUM_THREADS"] for call in started.call_args_list]
     assert others == 2 * [str(threads)]
+
+
+@pytest.mark.parametrize("launcher", [RankLauncher, fabric_strategies.MeshStrategy._launcher_class])
+def test_a_program_without_a_file_is_refused_at_once(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``python - < train.py``: the other ranks would find no script, and this one would wait for them."""
+    monkeypatch.setattr("__main__.__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["-"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    nothing_starts = patch("subprocess.Popen", side_effect=AssertionError("no process is started"))
+    with nothing_starts, pytest.raises(ParallelConfigError, match="there is no file '-' to run"):
+        launcher(LightningEnvironment(), 2, 1).launch(lambda: None)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.strategies import _compat, foreign, replay
+from lightning_par.strategies.launcher import refuse_without_a_script
 from lightning_par.strategies.loaders import spread_evenly
 from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
@@ -62,6 +63,7 @@ class _Launcher(_SubprocessScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
+        refuse_without_a_script(self.num_processes)
         _compat.set_threads(self.num_processes)
         super()._call_children_scripts()
 

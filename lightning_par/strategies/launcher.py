@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_par.errors import Problems
 from lightning_par.resilience.errors import PREEMPTED
 from lightning_par.resilience.failures import VARIABLE, forget_failure, read_failures, verdict
 from lightning_par.strategies import _compat
@@ -53,6 +54,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Only the first time: then the environment says that they are there.
         if not self.cluster_environment.creates_processes_externally:
+            refuse_without_a_script(self.num_processes)
             folder = tempfile.mkdtemp(prefix="lightning-par-")
             os.environ[VARIABLE] = folder
             Path(folder, _PARENT).write_text(str(os.getpid()))
@@ -125,6 +127,20 @@ class RankLauncher(_SubprocessScriptLauncher):
 def _shown(status: int) -> int:
     """What a shell shows of a process that ended so."""
     return status if status > 0 else 128 - status
+
+
+def refuse_without_a_script(processes: int) -> None:
+    """Raise `ParallelConfigError` where the other ranks of a node cannot be started as this process was."""
+    import __main__
+
+    problems = Problems()
+    if __main__.__spec__ is None and not Path(sys.argv[0]).exists():
+        problems.add(
+            f"{processes} processes run the same script, and this program was given to Python as text: there is no "
+            f"file {sys.argv[0]!r} to run",
+            "a file (python train.py), or devices=1",
+        )
+    problems.raise_if_any()
 
 
 def begin_run(rank: int, local_rank: int) -> None:
