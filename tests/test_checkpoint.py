@@ -432,6 +432,9 @@ def test_directories_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     assert not is_sharded_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no MANIFEST.json"):
         read_meta(tmp_path)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="those of this run are in .*/run/checkpoints"):
+        read_meta(tmp_path / "run")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         read_meta(tmp_path / "nothing")
     torch.save({"state": 1}, tmp_path / "meta.pt")

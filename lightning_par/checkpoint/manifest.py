@@ -209,4 +209,6 @@ def _what_it_is(storage: Storage, directory: str) -> str:
             "checkpoint of Lightning's own strategies becomes a file, which every strategy loads, by `python -m "
             f"lightning.pytorch.utilities.consolidate_checkpoint {directory}`"
         )
-    return f"{directory} is not a checkpoint: it has no {MANIFEST}"
+    # Where `lightning-par fit` saves, in the directory of a run.
+    hint = f"; those of this run are in {directory}/checkpoints" if "checkpoints" in names else ""
+    return f"{directory} is not a checkpoint: it has no {MANIFEST}{hint}"
