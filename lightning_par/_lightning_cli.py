@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -145,7 +146,11 @@ class LightningParCLI(LightningCLI):
         """
         config = self.config[self.subcommand]
         path = config.get("ckpt_path")
-        if self.subcommand in ("validate", "test", "predict") and config.get("resume") == "auto" and not path:
+        evaluates = self.subcommand in ("validate", "test", "predict")
+        if evaluates:
+            # That the checkpoint has states of callbacks which only a fit has.
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
+        if evaluates and config.get("resume") == "auto" and not path:
             raise ParallelConfigError(
                 Problem(
                     f"resume: auto is for fit, and {self.subcommand} would use new weights", "--ckpt_path CHECKPOINT"
