@@ -20,7 +20,7 @@ _ADVICE: tuple[tuple[Phase, float, str, str], ...] = (
     ("checkpoint", 0.10, "saving", "save less often, or asynchronously (CommittedCheckpoint)"),
     ("communication", 0.25, "waiting for other ranks", "a larger batch a rank, or another layout"),
     ("other", 0.15, "what is outside of the steps", "callbacks, loggers and hooks of each batch"),
-    ("optimizer", 0.25, "the optimizer", "fused=True, or shard its state (par_zero1)"),
+    ("optimizer", 0.25, "the optimizer", "fused=True, or par_zero1 where each rank has the whole state"),
 )
 _UNEVEN = 0.8  # of the time of the slowest rank: less than that is worth a word
 
