@@ -31,6 +31,7 @@ from lightning_par.callbacks import (
 )
 from lightning_par.errors import ParallelConfigError
 from lightning_par.resilience import gathering
+from lightning_par.resilience.errors import PreemptedError
 from lightning_par.resilience.events import read_events
 from lightning_par.resilience.phases import PHASES
 from lightning_par.resilience.step_timer import StepTimer, WallClock
@@ -229,19 +230,25 @@ def test_a_start_that_fails_is_noted_with_its_status_and_leaves_nothing(tmp_path
 
 
 class FailingOnOne(NanoGPT):
+    together: BaseException | None = None
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
+            if self.together is not None:
+                raise self.together
             if self.trainer.global_rank == 1:
                 raise ValueError("no image")
             raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
         return super().training_step(batch, batch_idx)
 
 
-def fail_on_one(directory: str) -> None:
+def fail_on_one(directory: str, together: BaseException | None = None) -> None:
     strategy = build_strategy(("DataParallelStrategy", {}), "trainer")
     trainer = make_trainer(2, strategy, max_steps=2, callbacks=[ThroughputMonitor()], default_root_dir=directory)
-    with contextlib.suppress(ValueError, RuntimeError):
-        trainer.fit(FailingOnOne(), batches(dist.get_rank(), 2))
+    module = FailingOnOne()
+    module.together = together
+    with contextlib.suppress(ValueError, RuntimeError, PreemptedError):
+        trainer.fit(module, batches(dist.get_rank(), 2))
 
 
 def test_the_rank_that_failed_says_so_and_the_one_that_lost_it_that_it_follows(tmp_path: Path) -> None:
@@ -249,6 +256,11 @@ def test_the_rank_that_failed_says_so_and_the_one_that_lost_it_that_it_follows(t
     told = {event["kind"]: event for event in read_events(tmp_path)}
     assert (told["error"]["rank"], told["error"]["how"]) == (1, "ValueError: no image")
     assert told["end"]["follows"]
+
+
+def test_what_all_ranks_have_ended_together_is_told_once(tmp_path: Path) -> None:
+    run_ranks(2, fail_on_one, str(tmp_path), PreemptedError("told to end"))
+    assert [event["kind"] for event in read_events(tmp_path)] == ["start", "end"]
 
 
 class Interrupted(NanoGPT):

@@ -11,13 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_par.errors import ParallelConfigError, Problems, is_number
-from lightning_par.resilience.errors import DesyncError, ParityError, TrainingDivergedError
+from lightning_par.resilience.errors import OF_ALL_RANKS
 from lightning_par.resilience.failures import record_failure
 from lightning_par.resilience.logging import Policy, RankLogging, check_policy
 
 log = logging.getLogger(__name__)
-
-_OF_ALL_RANKS = (TrainingDivergedError, DesyncError, ParityError)
 
 
 class RankZeroLogger(Callback):
@@ -100,7 +98,7 @@ class RankZeroLogger(Callback):
             if self._logging is not None:
                 self._logging.tell_repetitions()
             # What all ranks have found together one of them says.
-            level = logging.INFO if trainer.global_rank and isinstance(exception, _OF_ALL_RANKS) else logging.ERROR
+            level = logging.INFO if trainer.global_rank and isinstance(exception, OF_ALL_RANKS) else logging.ERROR
             what = trainer.global_rank, type(exception).__name__, exception
             log.log(level, "rank %d: %s: %s", *what, extra={"exception": exception})
         self._remove()

@@ -20,7 +20,7 @@ from lightning_par.errors import Problems, is_number
 from lightning_par.parallel._compat import tensors_in
 from lightning_par.planner.flops import FlopCounter
 from lightning_par.planner.hardware import peak_flops
-from lightning_par.resilience.errors import DIVERGED, TrainingDivergedError
+from lightning_par.resilience.errors import DIVERGED, OF_ALL_RANKS, TrainingDivergedError
 from lightning_par.resilience.events import FILE, EventLog
 from lightning_par.resilience.failures import is_consequence
 from lightning_par.resilience.step_timer import StepTimes
@@ -168,9 +168,10 @@ class ThroughputMonitor(TimedSteps):
         lines = str(exception).splitlines() or [""]
         how, follows = f"{type(exception).__name__}: {lines[0]}".rstrip(": "), is_consequence(exception)
         directory = Path(trainer.default_root_dir)
-        # Of what ended the run rank 0 may only see that a rank is gone. Where that rank has another directory, it keeps
-        # to itself.
-        if self._open and self._keeps_events and trainer.global_rank and not follows and (directory / FILE).is_file():
+        # Of what ended the run rank 0 may only see that a rank is gone, unless all have ended it together. Where that
+        # rank has another directory, it keeps to itself.
+        alone = trainer.global_rank > 0 and not follows and not isinstance(exception, OF_ALL_RANKS)
+        if self._open and self._keeps_events and alone and (directory / FILE).is_file():
             EventLog(directory).write("error", trainer.global_step, rank=trainer.global_rank, how=how)
         self._end(how, _status(exception), trainer.global_step, follows=follows)
 

@@ -35,3 +35,7 @@ class PreemptedError(SystemExit):
 
 class ParityError(RuntimeError):
     """Ranks hold different bytes where they must hold the same."""
+
+
+OF_ALL_RANKS = (TrainingDivergedError, DesyncError, PreemptedError, ParityError)
+"""What all ranks raise in the same step, with the same words: one of them tells it."""
