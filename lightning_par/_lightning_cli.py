@@ -74,6 +74,22 @@ CLASSES: dict[str, type[pl.Callback]] = {
 }
 
 
+EVALUATIONS = ("validate", "test", "predict")
+# Lightning asks torch in a way that the next torch will not have.
+_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+UNTRUE = {
+    False: (_OF_LIGHTNING,),
+    True: (
+        _OF_LIGHTNING,
+        # Only a fit has the callbacks whose states are in its checkpoints.
+        "Be aware that when using `ckpt_path`, callbacks used to create",
+        # Each sample is evaluated once, or it is said how many are not.
+        "Using `DistributedSampler` with the dataloaders",
+    ),
+}
+"""How warnings begin that nobody needs under our strategies: in a fit, and in an evaluation."""
+
+
 def _writes_directories(trainer: Mapping[str, Any]) -> bool:
     strategy = trainer.get("strategy")
     full = isinstance(strategy, MeshStrategy) and strategy.state_dict_type == "full"
@@ -146,11 +162,7 @@ class LightningParCLI(LightningCLI):
         """
         config = self.config[self.subcommand]
         path = config.get("ckpt_path")
-        evaluates = self.subcommand in ("validate", "test", "predict")
-        if evaluates:
-            # That the checkpoint has states of callbacks which only a fit has.
-            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
-        if evaluates and config.get("resume") == "auto" and not path:
+        if self.subcommand in EVALUATIONS and config.get("resume") == "auto" and not path:
             raise ParallelConfigError(
                 Problem(
                     f"resume: auto is for fit, and {self.subcommand} would use new weights", "--ckpt_path CHECKPOINT"
@@ -186,6 +198,9 @@ class LightningParCLI(LightningCLI):
             if refused:
                 raise refused[0] from None
             raise
+        if isinstance(self.trainer.strategy, MeshStrategy):
+            for text in UNTRUE[self.subcommand in EVALUATIONS]:
+                warnings.filterwarnings("ignore", message=text)
         if self.subcommand == "fit" and self.config[self.subcommand].get("resume") == "auto":
             resume_automatically(self.trainer)
 
