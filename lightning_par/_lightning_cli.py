@@ -168,6 +168,10 @@ class LightningParCLI(LightningCLI):
                     f"resume: auto is for fit, and {self.subcommand} would use new weights", "--ckpt_path CHECKPOINT"
                 )
             )
+        if config.get("defaults", False) is None:
+            raise ParallelConfigError(
+                Problem("defaults is null; each of them is true or false", "--defaults.nan_rewind false")
+            )
         if path and path not in ("best", "last", "hpc") and "://" not in path and not path.startswith("registry"):
             _refuse_missing_checkpoint(Path(path))
         if self.subcommand == "show" and not torch.accelerator.is_available():

@@ -51,6 +51,14 @@ def test_each_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert ours(left) == sorted(set(NAMES) - {"RankZeroLogger"})
 
 
+def test_none_at_all_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "null.yaml").write_text("defaults: null\n")
+    assert run(monkeypatch, "fit", "--config", CONFIG, "--config", str(tmp_path / "null.yaml")) == 2
+    assert "defaults is null; each of them is true or false" in capsys.readouterr().err
+
+
 def test_one_of_the_user_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--trainer.callbacks+=lightning_par.callbacks.RankZeroLogger", "--trainer.callbacks.every_n_steps", "7"]
     found = fitted(monkeypatch, *options)
