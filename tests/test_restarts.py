@@ -11,7 +11,9 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from checkpoint_runs import train as train_steps
 from lightning_par.checkpoint import load_sharded, model_state, optimizer_state, read_manifest, save_sharded, verify
 from lightning_par.checkpoint.candidates import load_newest
 from lightning_par.checkpoint.crash_points import EVERY_RANK, NAMES
+from lightning_par.strategies.torchrun import group_of_this_start
 from lightning_par.testing import run_ranks
 
 ASYNC = (("asynchronous", True),)
@@ -110,12 +113,23 @@ def test_G1_torchrun_starts_a_run_again(tmp_path: Path) -> None:
     command += ["--monitor_interval=0.1", fault_runs.__file__, str(tmp_path), "7", "11"]
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # In torch 2.13 all restarts share one store, in which a rank may find what the start before it has left.
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert outcome(tmp_path, 2) == reference(Job())
     assert list(read_record(tmp_path, 0, "start").values()) == [0, 6, 9]
+
+
+@pytest.mark.parametrize(("restarts", "shared"), [("3", "True"), ("0", "True"), ("3", "False")])
+def test_starts_on_several_nodes_are_told_to_share_no_store(
+    restarts: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"USE_AGENT_STORE": shared, "MAX_RESTARTS": restarts}
+    for name, value in {"GROUP_WORLD_SIZE": "2", **{f"TORCHELASTIC_{n}": v for n, v in told.items()}}.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert group_of_this_start(timedelta(seconds=1)) == {}
+    assert len(caught) == (restarts == "3" and shared == "True")
 
 
 @pytest.mark.parametrize(

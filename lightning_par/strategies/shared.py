@@ -38,6 +38,7 @@ from lightning_par.resilience.control import StepControl
 from lightning_par.strategies import _compat, foreign
 from lightning_par.strategies.loaders import DataRanks
 from lightning_par.strategies.replay import OnLostPlace
+from lightning_par.strategies.torchrun import group_of_this_start
 
 if TYPE_CHECKING:
     from lightning_par.parallel.tensor import Example
@@ -364,6 +365,7 @@ class MeshShell:
                 self._process_group_backend,
                 timeout=self._timeout,
                 device_id=self.root_device if on_gpu else None,
+                **group_of_this_start(self._timeout),
             )
             # Not at teardown: a sharded model is used after `fit`. Left alone, gloo aborts the interpreter's exit.
             atexit.register(_destroy_process_group)
