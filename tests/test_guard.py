@@ -85,6 +85,17 @@ def test_A11_a_constant_loss_may_rise_a_little() -> None:
     assert not judged(guard, 3.0)[0].taken
 
 
+@pytest.mark.parametrize("robust", [False, True])
+def test_A11_zeros_do_not_make_a_spike_of_what_follows(robust: bool) -> None:
+    rule = SpikeRule(window=8, active_after=4, robust=robust)
+    for _ in range(8):
+        rule.accept(0.0)
+    assert rule.limit() == math.inf
+    rule.accept(0.5)
+    # Most are zeros yet, and the largest tells what is too large.
+    assert 0.5 < rule.limit() <= 5.0
+
+
 def test_a_slow_rise_and_noise_are_no_spikes() -> None:
     guard = spiky()
     rising = [value + 0.005 * i for i, value in enumerate(healthy(600))]

@@ -59,7 +59,7 @@ class SpikeRule:
         self._values: deque[float] = deque(maxlen=window)
 
     def limit(self) -> float:
-        """The largest value that is no spike; infinite as long as too few were accepted."""
+        """The largest value that is no spike; infinite as long as too few were accepted, or none but zeros."""
         values = self._values
         if len(values) < self.active_after:
             return math.inf
@@ -69,8 +69,10 @@ class SpikeRule:
         else:
             middle = math.fsum(values) / len(values)
             spread = math.sqrt(math.fsum((value - middle) ** 2 for value in values) / len(values))
-        usual = middle + self.sigmas * max(spread, self.relative_floor * abs(middle))
-        return min(usual, self.cap * max(abs(value) for value in values))
+        spread = max(spread, self.relative_floor * abs(middle))
+        # Zeros tell nothing of how large other values are.
+        usual = middle + self.sigmas * spread if spread else math.inf
+        return min(usual, self.cap * max(map(abs, values)) or math.inf)
 
     def accept(self, value: float) -> None:
         """Let a value tell what is usual; one that is not finite does not."""
