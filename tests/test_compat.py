@@ -690,3 +690,13 @@ def test_fused_optimizers_read_a_veto(kind: Any) -> None:
                 if n == "step"
             )
     assert not hasattr(optimizer, "found_inf")
+
+
+def test_hooks_of_steps_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    assert not steps_compat.has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert steps_compat.has_step_hooks(optimizer)
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert steps_compat.has_step_hooks(optimizer)

@@ -393,7 +393,7 @@ def test_A24_snapshots_that_do_not_fit_are_refused_before_the_first_step() -> No
 
 def without_memory(letters: str, guard: dict[str, Any]) -> tuple[int, list[str]]:
     available = 100 if dist.get_rank() else 10**9
-    with mock.patch("lightning_par.callbacks.nan_rewind.host_memory", return_value=available):
+    with mock.patch("lightning_par.callbacks._guarding.host_memory", return_value=available):
         _, _, callback, lines = fit("ddp", plan(letters), guard)
     assert callback.guard is not None
     return callback.guard.counters.skipped, lines

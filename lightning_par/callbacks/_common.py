@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -15,15 +16,18 @@ from lightning_par.strategies import MeshStrategy, _compat
 _CONTROL = "_step_control"
 
 
-def control_of(trainer: Trainer) -> StepControl:
+def control_of(trainer: Trainer, undo: list[Callable[[], None]]) -> StepControl:
     """The collective of each optimizer step, one for all callbacks; it is kept by the strategy.
 
-    Lightning's own strategies do not close theirs: who has used it does.
+    Args:
+        trainer: Runs the fit.
+        undo: To which closing it is added under Lightning's own strategies, which do not close it themselves.
     """
     strategy: Any = trainer.strategy
     if isinstance(strategy, MeshStrategy):
         return strategy.control
     control: StepControl = vars(strategy).setdefault(_CONTROL, StepControl())
+    undo.append(control.close)
     return control
 
 

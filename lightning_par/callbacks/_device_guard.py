@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,15 +28,17 @@ class Unread:
     Attributes:
         flags: Whether a loss, the gradients, and parameters or optimizer state were not finite on any rank.
         numbers: What this rank saw; see `read_on_device`.
-        schedulers: Their states before the step.
+        schedulers: The states of the schedulers before the step.
         rates: The hyper-parameters of the optimizers before the step.
+        new: Parameters of which the optimizer has had no state before the step.
         at: Which step it is.
     """
 
     flags: Tensor
     numbers: Tensor
-    schedulers: list[dict[str, Any]]
+    schedulers: dict[int, dict[str, Any]]
     rates: list[list[dict[str, Any]]]
+    new: list[Tensor]
     at: At
 
     def reading(self) -> Reading:
@@ -69,7 +70,8 @@ def veto_on_device(
         flags = all_reduce_scalars(flags, dist.ReduceOp.MAX, world)
     _compat_steps.leave_step_to(optimizer, flags.amax())
     rates = rewinding.hyper_parameters(trainer)
-    return Unread(flags, numbers, rewinding.capture_schedulers(trainer), rates, at)
+    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]
+    return Unread(flags, numbers, rewinding.capture_schedulers(trainer), rates, new, at)
 
 
 def release(optimizers: Sequence[Any]) -> None:
@@ -78,15 +80,16 @@ def release(optimizers: Sequence[Any]) -> None:
         _compat_steps.leave_step_to(optimizer, None)
 
 
-def put_schedulers_back(trainer: pl.Trainer, unread: Unread) -> None:
-    """Undo what schedulers have done for a step that was left out."""
-    for config, state in zip(trainer.lr_scheduler_configs, unread.schedulers, strict=True):
-        if config.interval != "step":
-            continue
-        config.scheduler.load_state_dict(copy.deepcopy(state))
-        number = trainer.optimizers.index(config.scheduler.optimizer)
-        for group, values in zip(trainer.optimizers[number].param_groups, unread.rates[number], strict=True):
-            group.update(values)
+def undo_step(trainer: pl.Trainer, unread: Unread) -> None:
+    """Undo what the schedulers and the host's part of the optimizer have done for a step that was left out."""
+    for param in unread.new:
+        # The device has left it as it was made: SGD's momentum with whatever was in the memory.
+        trainer.optimizers[0].state.pop(param, None)
+    for config in trainer.lr_scheduler_configs:
+        state = unread.schedulers.get(id(config.scheduler))
+        if config.interval == "step" and state is not None:
+            rewinding.load_scheduler(trainer, config.scheduler, state)
+            rewinding.set_rates(trainer, config.scheduler.optimizer, unread.rates)
 
 
 def mode_problems(mode: str, spikes: bool, restore_buffers: bool, data: str) -> list[Problem]:
@@ -123,6 +126,12 @@ def device_problems(trainer: pl.Trainer, module: pl.LightningModule) -> list[Pro
                 "torch can leave out a step by themselves",
                 "fused=True in the optimizer, or mode='sync'",
                 "mode: sync",
+            )
+        if _compat_steps.has_step_hooks(optimizer):
+            problems.add(
+                f"NaNRewind: mode is 'device', and {type(optimizer).__name__} has hooks of steps, which would run "
+                "before it is known whether the step was left out",
+                "mode='sync'",
             )
     if not module.automatic_optimization:
         problems.add("NaNRewind: mode is 'device', and the module optimises manually", "mode='sync'")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_par.errors import ParallelConfigError, Problem, Problems
 from lightning_par.parallel.random import random_state, set_random_state
-from lightning_par.parallel.shards import to_local
 from lightning_par.resilience.control import StepControl
-from lightning_par.resilience.guard import Reading, StepGuard, Verdict
+from lightning_par.resilience.guard import Counters, Reading, StepGuard, Verdict, values_of
+from lightning_par.resilience.snapshots import SnapshotRing, host_memory, put_back
 from lightning_par.strategies import MeshStrategy, _compat_steps, rewinding
 
 log = logging.getLogger("lightning_par.callbacks.nan_rewind")
@@ -36,6 +38,7 @@ class Window:
         is_open: Whether a batch of it has begun.
         batches: How many have.
         losses: Of its micro-batches, since the last optimizer step.
+        judged: Those by which the last optimizer step was judged.
         random: The state of the default generators before it.
     """
 
@@ -43,6 +46,7 @@ class Window:
     is_open: bool = False
     batches: int = 0
     losses: list[Tensor] = field(default_factory=list)
+    judged: list[Tensor] = field(default_factory=list)
     random: dict[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -58,6 +62,11 @@ class Window:
             else:
                 kept.copy_(buffer)
 
+    def take_losses(self) -> list[Tensor]:
+        """The losses that an optimizer step is judged by; several optimizers may step by the same."""
+        self.judged, self.losses = self.losses or self.judged, []
+        return self.judged
+
     def restore(self, module: nn.Module) -> None:
         """Leave buffers and generators as if the window had never been."""
         set_random_state(self.random)
@@ -68,7 +77,7 @@ class Window:
         """Put the buffers back; with `only_bad` those that are not finite."""
         for name, buffer in module.named_buffers():
             if name in self.buffers and not (only_bad and bool(torch.isfinite(buffer).all())):
-                buffer.copy_(self.buffers[name])
+                put_back(buffer, self.buffers[name])
 
 
 @dataclass(frozen=True)
@@ -164,17 +173,28 @@ def first_bad(module: nn.Module) -> str | None:
     """The first parameter that is not finite or whose gradient is not, or None."""
     for name, param in module.named_parameters():
         for tensor in (param, param.grad):
-            if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(to_local(tensor)).all()):
+            if tensor is not None and not _is_finite(tensor):
                 return name
     return None
 
 
-def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """Parameters and optimizer state."""
-    yield from (param for param in module.parameters() if not param.is_meta)
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_meta or bool(torch.isfinite(values_of(tensor.detach())).all())
+
+
+def not_finite(module: nn.Module) -> set[int]:
+    """The `id` of each parameter that is not finite, such as one that forbids something by an infinity."""
+    return {id(param) for param in module.parameters() if not _is_finite(param)}
+
+
+def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer], without: Collection[int]) -> Iterator[Tensor]:
+    """Parameters, without those of some `id`, and optimizer state."""
+    yield from (param for param in module.parameters() if not param.is_meta and id(param) not in without)
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            # Some keep numbers of their own beside the states of parameters.
+            values = state.values() if isinstance(state, dict) else ()
+            yield from (value for value in values if isinstance(value, Tensor))
 
 
 def unscaled(reading: Reading, optimizer: Optimizer, scale: float | None) -> Reading:
@@ -187,13 +207,18 @@ def unscaled(reading: Reading, optimizer: Optimizer, scale: float | None) -> Rea
     return Reading(losses, reading.norm / (scale if later else 1.0), reading.corrupt)
 
 
-def stands_still_without_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step without gradients is known to change nothing: torch's optimizers are so."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Set the gradients to None of all parameters that an optimizer steps."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
 
 
 def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable[[], None]:
-    """Let an optimizer run its closure first, and step only if it is told to.
+    """Let an optimizer run its closure first, and step only if it is told to; else the gradients are dropped.
+
+    Without gradients the optimizers of torch stand still by themselves, but not others, nor hooks of steps; and hooks
+    of the module that look at gradients before a step would find none.
 
     Returns:
         A function that undoes it.
@@ -201,14 +226,20 @@ def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable
     patched = optimizer.__dict__.get("step")
     step: Any = optimizer.step
 
-    def ask(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is None:
-            return step(**kwargs) if taken() else None
-        with torch.enable_grad():
-            loss = closure()
-        # An optimizer may run it again; the first time is this one.
-        runs = itertools.chain([lambda: loss], itertools.repeat(closure))
-        return step(closure=lambda: next(runs)(), **kwargs) if taken() else loss
+    # What it is marked with: schedulers look whether it is still the step that they have seen.
+    @functools.wraps(step)
+    def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            # An optimizer may run it again; the first time is this one.
+            runs = itertools.chain([lambda: loss], itertools.repeat(closure))
+            kwargs["closure"] = lambda: next(runs)()
+        if taken():
+            return step(**kwargs)
+        drop_gradients(optimizer)
+        return loss
 
     def undo() -> None:
         if patched is None:
@@ -216,8 +247,50 @@ def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable
         else:
             optimizer.step = patched  # type: ignore[method-assign]
 
-    optimizer.step = ask  # type: ignore[method-assign]
+    # A scheduler that is made later wraps it as a method.
+    optimizer.step = MethodType(ask, optimizer)  # type: ignore[method-assign]
     return undo
+
+
+def diverged(text: str, counters: Counters, ring: SnapshotRing | None) -> str:
+    """Say after the last bad step how the run went, and what to look at."""
+    tried = [] if ring is None else [snapshot.extra["fit"]["step"] for snapshot in ring]
+    return (
+        f"{text}\nOf {counters.attempts} steps {counters.skipped} were left out. Training has gone back to a "
+        f"checkpoint {counters.reloads} times, and since then to memory {len(counters.rewinds)} times (snapshots "
+        f"of steps {tried}). Starting it again would end here again: look at these samples, at the learning rate, "
+        "and at what the loss divides by or takes the logarithm of."
+    )
+
+
+def fits_memory(trainer: pl.Trainer, ring: SnapshotRing, control: StepControl, *, or_refuse: bool) -> bool:
+    """Whether the snapshots fit into the memory of all ranks, which is refused or said if they do not; collective."""
+    problems = Problems()
+    available = host_memory(max(1, trainer.num_devices))
+    for rank, found in enumerate(control.gather(ring.problems(available))):
+        for one in found:
+            problems.add(f"rank {rank}: {one.what}", one.python, one.yaml)
+    if or_refuse:
+        problems.raise_if_any()
+    if len(problems):
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        log_on_rank_zero(trainer, f"NaNRewind leaves steps out and cannot go back to memory:\n{listed}")
+    return not len(problems)
+
+
+def explain_nothing_returned(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Say more about the error that `training_step` has returned None on one of several ranks."""
+    if "returning None" in str(exception):
+        exception.add_note(
+            f"rank {trainer.global_rank}, step {trainer.global_step}: the other ranks wait for gradients that will "
+            "not come. NaNRewind leaves bad steps out by itself: return the loss, whatever it is."
+        )
+
+
+def reshard(trainer: pl.Trainer) -> None:
+    """Let parameters be shards, where they are between steps."""
+    if isinstance(trainer.strategy, MeshStrategy):
+        trainer.strategy.parallelized.data.reshard()
 
 
 def refuse(*problems: Iterable[Problem]) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_par.callbacks._common import control_of, put_last
+from lightning_par.callbacks._common import put_last
 from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval, together
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
@@ -178,9 +178,12 @@ class CommittedCheckpoint(Checkpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._active:
+            return
+        control = trainer.strategy.control  # type: ignore[attr-defined]
+        control.take(_OVER)
+        self._exchanges = control.exchanges
         self._step = self._saved_step = self._tried_step = trainer.global_step
-        self._exchanges = control_of(trainer).exchanges
-        control_of(trainer).take(_OVER)
         self._tried_at = time.monotonic()
         self._begun = self._tried_at, trainer.global_step
         self._blocked, self._left_out = [], 0
@@ -202,7 +205,7 @@ class CommittedCheckpoint(Checkpoint):
         if due or self._interval is None:
             return due
         # Clocks differ between ranks: it is time for all when it was for one of them in the exchange of this step.
-        control = control_of(trainer)
+        control = trainer.strategy.control  # type: ignore[attr-defined]
         self._exchanges = control.attend(step, self._exchanges)
         return bool(control.take(_OVER))
 

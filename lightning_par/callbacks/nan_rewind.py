@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -16,8 +17,8 @@ from lightning_par.callbacks._device_guard import (
     Unread,
     device_problems,
     mode_problems,
-    put_schedulers_back,
     release,
+    undo_step,
     veto_on_device,
 )
 from lightning_par.callbacks._guarding import (
@@ -27,26 +28,31 @@ from lightning_par.callbacks._guarding import (
     ask_before_step,
     call_all,
     describe,
+    diverged,
+    drop_gradients,
+    explain_nothing_returned,
     first_bad,
     fit_problems,
+    fits_memory,
     guard_problems,
     log_on_rank_zero,
+    not_finite,
     option_problems,
     refuse,
+    reshard,
     spike,
-    stands_still_without_gradients,
     state_tensors,
     strategy_problems,
     unscaled,
 )
 from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
-from lightning_par.errors import Problems
+from lightning_par.parallel.random import random_state, set_random_state
 from lightning_par.resilience.errors import TrainingDivergedError
 from lightning_par.resilience.events import EventLog
 from lightning_par.resilience.guard import Action, Reading, StepGuard, Verdict, read
-from lightning_par.resilience.snapshots import SnapshotRing, host_memory
+from lightning_par.resilience.snapshots import SnapshotRing
 from lightning_par.resilience.spikes import SpikeRule
-from lightning_par.strategies import MeshStrategy, _compat, resumption, rewinding
+from lightning_par.strategies import _compat, resumption, rewinding
 
 _MIN_AGE = 20
 _EVERY = 100
@@ -151,7 +157,10 @@ class NaNRewind(pl.Callback):
         self._loaded: dict[str, Any] = {}
         self._active = False
         self._ring: SnapshotRing | None = None
-        self._snapshot_is_new = False
+        # Goes with the snapshot that is taken before the next batch; and the random state after the last one.
+        self._coming: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
+        self._not_finite: set[int] = set()
         self._events = EventLog(None)
         self._undo: list[Callable[[], None]] = []
         self._window = Window()
@@ -160,6 +169,7 @@ class NaNRewind(pl.Callback):
         # What is to be put back at the end of a batch, and before the next one.
         self._after_batch: list[Callable[[], None]] = []
         self._held: list[Callable[[], None]] = []
+        self._let_go: dict[int, Callable[[], None]] = {}
         self._bad: set[tuple[int, int, int]] = set()
 
     # -- begin and end ---------------------------------------------------------------------------------------------
@@ -172,12 +182,11 @@ class NaNRewind(pl.Callback):
         # After what averages weights, before what saves.
         put_last(trainer, self, *trainer.checkpoint_callbacks)
         refuse(strategy_problems(trainer, replay=self._data == "replay"))
-        control = control_of(trainer)
-        if not isinstance(trainer.strategy, MeshStrategy):
-            self._undo.append(control.close)
         if self.guard is not None:
-            self._loaded = self.guard.state_dict()
-        self.guard = self._make_guard(control)
+            # Another fit of the same Trainer goes on; that of a new one may be of another module.
+            self._loaded = self.guard.state_dict() if trainer.global_step else {}
+        self._bad.clear()
+        self.guard = self._make_guard(control_of(trainer, self._undo))
         self.load_state_dict(self._loaded)
         self._events = events_of(trainer)
 
@@ -188,32 +197,20 @@ class NaNRewind(pl.Callback):
         of_mode = device_problems(trainer, pl_module) if self._mode == "device" else []
         refuse(fit_problems(trainer, replay=self._data == "replay"), of_mode)
         self._trainer = trainer
-        for optimizer in trainer.optimizers:
-            if not stands_still_without_gradients(optimizer):
-                self._undo.append(ask_before_step(optimizer, lambda: self._verdicts[-1].taken))
-        self._undo.append(rewinding.average_only_accepted(trainer, self._is_accepted))
+        for optimizer in trainer.optimizers if self._mode == "sync" else []:
+            self._undo.append(ask_before_step(optimizer, lambda: not self._verdicts or self._verdicts[-1].taken))
+        self._undo.append(rewinding.average_only_accepted(trainer, self._is_accepted, lambda: self._guard.left_out))
         self._window, self._last_taken, self._taken_at = Window(), True, trainer.global_step
+        self._random = None
+        self._not_finite = set() if self._guard.check_parameters_every is None else not_finite(pl_module)
         self._guard.can_reload = committed_checkpoint_of(trainer) is not None
         if self._every is not None:
-            self._begin_snapshots(trainer, pl_module)
+            modules = {"module": pl_module, **rewinding.averages(trainer)}
+            ring = SnapshotRing(modules, trainer.optimizers, keep=self._keep, min_age=self._min_age)
+            if fits_memory(trainer, ring, self._guard.control, or_refuse=not self._only_if_they_fit):
+                self._ring = ring
+                self._plan_snapshot(trainer)
         self._guard.can_rewind = self._ring is not None
-
-    def _begin_snapshots(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        modules = {"module": pl_module, **rewinding.averages(trainer)}
-        ring = SnapshotRing(modules, trainer.optimizers, keep=self._keep, min_age=self._min_age)
-        problems = Problems()
-        available = host_memory(max(1, trainer.num_devices))
-        for rank, found in enumerate(self._guard.control.gather(ring.problems(available))):
-            for one in found:
-                problems.add(f"rank {rank}: {one.what}", one.python, one.yaml)
-        if not self._only_if_they_fit:
-            problems.raise_if_any()
-        if len(problems):
-            listed = "\n".join(f"  - {problem}" for problem in problems)
-            log_on_rank_zero(trainer, f"NaNRewind leaves steps out and cannot go back to memory:\n{listed}")
-            return
-        self._ring = ring
-        self._take_snapshot(trainer)
 
     @property
     def _guard(self) -> StepGuard:
@@ -231,11 +228,11 @@ class NaNRewind(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._active and "returning None" in str(exception):
-            exception.add_note(
-                f"rank {trainer.global_rank}, step {trainer.global_step}: the other ranks wait for gradients that will "
-                "not come. NaNRewind leaves bad steps out by itself: return the loss, whatever it is."
-            )
+        if self._active:
+            explain_nothing_returned(trainer, exception)
+        # A checkpoint may be saved now, if the device is still there.
+        with contextlib.suppress(RuntimeError):
+            self._settle()
         self._end()
 
     @override
@@ -248,7 +245,7 @@ class NaNRewind(pl.Callback):
         call_all(self._undo)
         if self._trainer is not None:
             release(self._trainer.optimizers)
-        self._trainer = self._ring = self._unread = self._untold = None
+        self._trainer = self._ring = self._unread = self._untold = self._coming = None
         self._active = False
 
     @override
@@ -271,15 +268,25 @@ class NaNRewind(pl.Callback):
         if not self._active:
             return
         call_all(self._held)
-        self._verdicts = []
-        if self._snapshot_is_new and self._ring is not None:
-            # Schedulers that monitor something have stepped since.
-            self._snapshot_is_new = False
-            self._ring.last.extra["fit"]["schedulers"] = rewinding.capture_schedulers(trainer)
-            self._ring.take_numbers()
-        if not self._window.is_open:
+        self._verdicts, self._let_go = [], {}
+        if self._coming is not None:
+            self._take_snapshot(trainer)
+        self._random = None
+        # Gradients of a window that an epoch has left behind are gone.
+        if not self._window.is_open or (pl_module.automatic_optimization and _compat.zeroes_gradients(trainer)):
+            self._window = Window(buffers=self._window.buffers)
             self._window.open(pl_module if self._restore_buffers else None)
         self._window.batches += 1
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._random is None:
+            return
+        if self._last_taken:
+            self._random = random_state()
+        else:
+            # It followed a batch that never was.
+            set_random_state(self._random)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -299,37 +306,38 @@ class NaNRewind(pl.Callback):
             self._ring.wait()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if trainer.world_size == 1 and not gradients and not self._window.losses:
-            return  # training_step has returned None
+            self._verdicts.append(Verdict())  # training_step has returned None
+            return
         if self._mode == "device":
             self._judge_on_device(trainer, pl_module, optimizer)
             return
         guard, scaler = self._guard, rewinding.scaler_of(trainer)
         scale = None if scaler is None else scaler.get_scale()
-        checked = state_tensors(pl_module, trainer.optimizers) if guard.checks_parameters else []
-        reading = unscaled(read(self._window.losses, gradients, checked), optimizer, scale)
+        checked = state_tensors(pl_module, trainer.optimizers, self._not_finite) if guard.checks_parameters else []
+        reading = unscaled(read(self._window.take_losses(), gradients, checked), optimizer, scale)
         number = trainer.optimizers.index(optimizer)
         place = (trainer.current_epoch, rewinding.batches_done(trainer), number)
         known = place in self._bad
         verdict = guard.judge(trainer.global_step, reading, optimizer=number, scale=scale, known_bad=known)
         self._verdicts.append(verdict)
-        self._window.losses = []
         if verdict.new_level:
             log_on_rank_zero(trainer, f"step {trainer.global_step}: {spike(verdict)} again, taken as the new level")
         if verdict.taken:
+            # It may have been left out before in this batch.
+            self._let_go.pop(number, lambda: None)()
             return
         if verdict.rule not in ("overflow", "known"):
             parameter = None if verdict.rule == "spike" else first_bad(pl_module)
             self._report(trainer, At.now(trainer, self._window), verdict, reading, parameter)
-            if self._data == "replay":
+            if self._data == "replay" and verdict.rule != "parameters":
                 self._bad.add(place)
         if scaler is not None and verdict.rule != "overflow":
-            # It takes gradients that are not finite for too large a scale.
-            self._after_batch.append(partial(scaler.load_state_dict, scaler.state_dict()))
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = None
+            self._after_batch.append(rewinding.keep_scale(scaler))
+        # A scaler does not ask an optimizer to step where it finds them.
+        self._after_batch.append(partial(drop_gradients, optimizer))
         hold = self._held if pl_module.automatic_optimization else self._after_batch
-        hold.append(rewinding.hold_schedulers(trainer, optimizer))
+        self._let_go[number] = rewinding.hold_schedulers(trainer, optimizer)
+        hold.append(self._let_go[number])
 
     def _judge_on_device(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Learn of the last step, and leave the verdict on this one to the device."""
@@ -340,13 +348,14 @@ class NaNRewind(pl.Callback):
             optimizer.zero_grad(set_to_none=True)
             self._held.append(rewinding.hold_schedulers(trainer, optimizer))
         else:
-            checked = list(state_tensors(module, trainer.optimizers)) if self._guard.checks_parameters else []
+            tensors = state_tensors(module, trainer.optimizers, self._not_finite)
+            checked = list(tensors) if self._guard.checks_parameters else []
             at = At.now(trainer, self._window)
             self._unread = veto_on_device(trainer, optimizer, self._window.losses, checked, at)
         self._window.losses = []
 
     def _settle(self) -> None:
-        """Read the verdict on the last step, if it was left to the device, and undo what schedulers did for it."""
+        """Read the verdict on the last step, if it was left to the device, and undo what the host did for it."""
         unread, self._unread = self._unread, None
         if unread is None or self._trainer is None:
             return
@@ -355,7 +364,7 @@ class NaNRewind(pl.Callback):
         if verdict.taken:
             self._taken_at = unread.at.step + 1
         else:
-            put_schedulers_back(self._trainer, unread)
+            undo_step(self._trainer, unread)
             self._untold = verdict, unread
 
     def _learn(self, trainer: pl.Trainer) -> Verdict | None:
@@ -405,7 +414,9 @@ class NaNRewind(pl.Callback):
         elif Action.REWIND in actions:
             self._rewind(trainer)
         elif self._ring is not None and all_taken and self._snapshot_is_due:
-            self._take_snapshot(trainer)
+            self._plan_snapshot(trainer)
+        self._random = random_state() if self._coming is not None or not self._last_taken else None
+        self._verdicts = []  # what steps outside of batches is not theirs
 
     def _report(self, trainer: pl.Trainer, at: At, verdict: Verdict, reading: Reading, parameter: str | None) -> None:
         """Tell once which ranks saw what; collective, in a step that is left out."""
@@ -417,18 +428,8 @@ class NaNRewind(pl.Callback):
         self._events.write("skip", at.step, **what, ranks=ranks, batches=batches)
         text = describe(at, verdict, everyone, ranks)
         if verdict.action is Action.STOP:
-            raise self._diverged(text)
+            raise TrainingDivergedError(diverged(text, self._guard.counters, self._ring))
         log_on_rank_zero(trainer, f"{text}\nThe step is left out.")
-
-    def _diverged(self, text: str) -> TrainingDivergedError:
-        counters = self._guard.counters
-        tried = [] if self._ring is None else [snapshot.extra["fit"]["step"] for snapshot in self._ring]
-        return TrainingDivergedError(
-            f"{text}\nOf {counters.attempts} steps {counters.skipped} were left out. Training has gone back to a "
-            f"checkpoint {counters.reloads} times, and since then to memory {len(counters.rewinds)} times (snapshots "
-            f"of steps {tried}). Starting it again would end here again: look at these samples, at the learning rate, "
-            "and at what the loss divides by or takes the logarithm of."
-        )
 
     # -- going back ------------------------------------------------------------------------------------------------
 
@@ -438,25 +439,33 @@ class NaNRewind(pl.Callback):
         assert self._every is not None
         return self._guard.counters.accepted - self._ring.last.accepted >= self._every
 
+    def _plan_snapshot(self, trainer: pl.Trainer) -> None:
+        """Let a snapshot be taken of here, at the end of a batch, when the hooks of this end have run too."""
+        self._coming = {"fit": rewinding.capture(trainer), "guard": self._guard.position()}
+        if self._data == "replay":
+            self._coming["place"] = resumption.rank_state(trainer)
+
     def _take_snapshot(self, trainer: pl.Trainer) -> None:
         assert self._ring is not None
-        _reshard(trainer)
-        extra = {"fit": rewinding.capture(trainer), "guard": self._guard.position()}
-        if self._data == "replay":
-            extra["place"] = resumption.rank_state(trainer)
-        self._ring.take(self._guard.counters.accepted, extra)
-        self._snapshot_is_new = True
+        assert self._coming is not None
+        reshard(trainer)
+        extra, self._coming = self._coming, None
+        # Schedulers that monitor something have stepped since.
+        extra["fit"]["schedulers"] = rewinding.capture_schedulers(trainer)
+        # What is drawn when an epoch begins is drawn once.
+        begins = rewinding.batches_done(trainer) == 1
+        self._ring.take(self._guard.counters.accepted, extra, None if begins else self._random)
 
     def _rewind(self, trainer: pl.Trainer) -> None:
         ring, step = self._ring, trainer.global_step
         assert ring is not None
-        _reshard(trainer)
+        reshard(trainer)
         snapshot = ring.choose(self._guard.counters.accepted)
         fit = snapshot.extra["fit"]
         replayed = self._data == "replay" and rewinding.replay(trainer, fit["epoch"], snapshot.extra["place"])
         rates = rewinding.hyper_parameters(trainer)
         ring.go_back(snapshot)
-        rewinding.restore(trainer, fit)
+        rewinding.restore(trainer, fit, epoch_goes_on=replayed)
         rewinding.keep_rates_of_epochs(trainer, rates, fit["schedulers"])
         self._guard.gone_back(snapshot.extra["guard"], reloaded=False)
         committed = committed_checkpoint_of(trainer)
@@ -475,23 +484,19 @@ class NaNRewind(pl.Callback):
         rates = rewinding.hyper_parameters(trainer)
         checkpoint = committed.reload(trainer, self._taken_at - self._min_age)
         if checkpoint is None:
-            raise self._diverged(f"step {step}: there is no checkpoint to go back to")
+            text = f"step {step}: there is no checkpoint to go back to"
+            raise TrainingDivergedError(diverged(text, self._guard.counters, self._ring))
         rewinding.restore_checkpoint(trainer, checkpoint)
-        rewinding.keep_rates_of_epochs(trainer, rates, checkpoint["lr_schedulers"])
+        rewinding.keep_rates_of_epochs(trainer, rates, rewinding.saved_schedulers(trainer, checkpoint))
         saved = checkpoint.get("callbacks", {}).get(self.state_key)
         position = saved if saved else {"accepted": 0, "windows": {}}
         self._guard.gone_back(position, reloaded=True)
         self._went_back(trainer, step, "disk")
         if self._ring is not None:
             self._ring.clear()
-            self._take_snapshot(trainer)
+            self._plan_snapshot(trainer)
 
     def _went_back(self, trainer: pl.Trainer, step: int, source: str) -> None:
         self._taken_at = trainer.global_step
         self._events.write("rewind", step, from_step=step, to_step=trainer.global_step, source=source)
         log_on_rank_zero(trainer, f"Training goes back from step {step} to step {trainer.global_step} ({source}).")
-
-
-def _reshard(trainer: pl.Trainer) -> None:
-    if isinstance(trainer.strategy, MeshStrategy):
-        trainer.strategy.parallelized.data.reshard()

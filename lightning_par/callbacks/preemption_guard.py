@@ -101,9 +101,7 @@ class PreemptionGuard(pl.Callback):
             return
         strategy: Any = trainer.strategy
         ours = isinstance(strategy, MeshStrategy)
-        control = control_of(trainer)
-        if not ours:
-            self._undo.append(control.close)
+        control = control_of(trainer, self._undo)
         ends = [slurm_end()]
         if self._time_limit is not None:
             ends.append(self._began + self._time_limit.total_seconds())

@@ -113,10 +113,15 @@ def read_on_device(losses: Sequence[Tensor], gradients: Iterable[Tensor], checke
 
 
 def _norms(tensors: Iterable[Tensor], order: float) -> Tensor:
-    local = (to_local(tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
+    local = (values_of(tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
     groups = group_by_device_and_dtype(t for t in local if t.numel()).values()
     found = [torch.stack(_compat.foreach_norm(same_kind, order)).double() for same_kind in groups]
     return torch.cat([norms.to(found[0].device) for norms in found]) if found else torch.empty(0, dtype=torch.float64)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """What a rank holds of a tensor: its shard, or the values of a sparse one."""
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else to_local(tensor)
 
 
 @dataclass
@@ -183,6 +188,7 @@ class StepGuard:
 
     Attributes:
         counters: How the run went.
+        left_out: How many of the steps that led to what is trained now were left out; goes back with a rewind.
         can_rewind: Whether there is a snapshot to go back to.
         can_reload: Whether there is a checkpoint to go back to.
 
@@ -229,6 +235,7 @@ class StepGuard:
         problems.raise_if_any()
         self.control = control
         self.counters = Counters()
+        self.left_out = 0
         self.can_rewind = self.can_reload = False
         self.check_parameters_every = check_parameters_every
         self._spikes = spikes
@@ -290,6 +297,7 @@ class StepGuard:
     def _count(self, verdict: Verdict) -> Verdict:
         counters = self.counters
         counters.attempts += 1
+        self.left_out += not verdict.taken
         if verdict.taken:
             counters.accepted += 1
         elif verdict.rule == "overflow":
@@ -359,9 +367,9 @@ class StepGuard:
     # -- going back ------------------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """What goes back with a rewind: the windows and the number of accepted steps."""
+        """What goes back with a rewind: the windows and the numbers of steps that were accepted and left out."""
         windows = {number: track.windows() for number, track in self._tracks.items()}
-        return {"accepted": self.counters.accepted, "windows": windows}
+        return {"accepted": self.counters.accepted, "left_out": self.left_out, "windows": windows}
 
     def gone_back(self, position: Mapping[str, Any], *, reloaded: bool) -> None:
         """Go on from a position, after a rewind.
@@ -370,7 +378,7 @@ class StepGuard:
             position: What `position` gave.
             reloaded: Whether it was to a checkpoint, with which the ladder begins again.
         """
-        self.counters.accepted = position["accepted"]
+        self.counters.accepted, self.left_out = position["accepted"], position.get("left_out", 0)
         if reloaded:
             self.counters.reloads += 1
             self.counters.rewinds = []
@@ -393,7 +401,7 @@ class StepGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Decide from now on as the guard of `state_dict`."""
-        self.counters = Counters(**copy.deepcopy(state["counters"]))
+        self.counters, self.left_out = Counters(**copy.deepcopy(state["counters"])), state.get("left_out", 0)
         self._load_windows(state["windows"])
         for number, (skips, spikes) in state["streaks"].items():
             track = self._track(number)

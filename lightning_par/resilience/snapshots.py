@@ -101,34 +101,44 @@ class SnapshotRing:
         ]
 
     @torch.no_grad()
-    def take(self, accepted: int, extra: Mapping[str, Any] | None = None) -> Snapshot:
+    def take(
+        self, accepted: int, extra: Mapping[str, Any] | None = None, random: dict[str, Any] | None = None
+    ) -> Snapshot:
         """Copy the state as it is; parameters must be sharded again if they are shards.
 
-        On an accelerator the copies are made while the next step begins: call `wait` before it changes anything.
+        On an accelerator the copies are made while the next step begins: call `wait` before it changes parameters.
 
         Args:
             accepted: How many steps have been accepted.
             extra: What to keep with it; it is copied.
+            random: The random state to go back to, if it is not the one of now.
         """
         if len(self._snapshots) >= self.keep:
             self._spare.append(self._snapshots.pop(self._superfluous(accepted)).tensors)
-        buffers = self._spare.pop() if self._spare else {}
-        snapshot = Snapshot(accepted, copy.deepcopy(dict(extra or {})), random=random_state())
+        spare = self._spare.pop() if self._spare else {}
+        kept = copy.deepcopy(dict(extra or {}), self._not_copied())
+        snapshot = Snapshot(accepted, kept, random=random or random_state())
+        # The next forward changes buffers, before anybody waits.
+        self._copy(self._buffers(), snapshot, spare)
         with self._beside() as record:
-            for key, tensor in self._state():
-                local = to_local(tensor)
-                host = buffers.get(key)
-                if host is None or host.shape != local.shape or host.dtype != local.dtype:
-                    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                snapshot.tensors[key] = host.copy_(local, non_blocking=True)
+            self._copy(self._stepped(), snapshot, spare)
             snapshot.copied = record()
+        snapshot.numbers = {key: copy.deepcopy(value, self._not_copied()) for key, value in self._plain()}
         self._snapshots.append(snapshot)
-        self.take_numbers()
         return snapshot
 
-    def take_numbers(self) -> None:
-        """Copy the hyper-parameters of the optimizers into the last snapshot, again if they have changed since."""
-        self._snapshots[-1].numbers = {key: copy.deepcopy(value) for key, value in self._plain()}
+    def _copy(self, tensors: Iterator[tuple[Key, Tensor]], snapshot: Snapshot, spare: dict[Key, Tensor]) -> None:
+        for key, tensor in tensors:
+            local = to_local(tensor)
+            host = spare.get(key)
+            if host is None or host.shape != local.shape or host.dtype != local.dtype:
+                host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            snapshot.tensors[key] = host.copy_(local, non_blocking=True)
+
+    def _not_copied(self) -> dict[int, Any]:
+        """A memo for `copy.deepcopy`: schedulers may hold their optimizer, and that has its parameters for keys."""
+        keys = (key for optimizer in self._optimizers for key in optimizer.state)
+        return {id(one): one for one in [*self._optimizers, *keys]}
 
     def wait(self) -> None:
         """Let what is computed from now on wait for the copies."""
@@ -144,8 +154,20 @@ class SnapshotRing:
     def go_back(self, snapshot: Snapshot) -> None:
         """Restore a snapshot; later ones are forgotten.
 
-        Values are copied into the tensors that are there; gradients are removed.
+        Values are copied into the tensors that are there; gradients are removed. Parameter groups and buffers that are
+        there since then stay.
+
+        Raises:
+            RuntimeError: If the modules have other parameters than then; nothing is changed.
         """
+        here = {key for key, _ in self._stepped() if key[0] == "parameter"}
+        then = {key for key in snapshot.tensors if key[0] == "parameter"}
+        if here != then:
+            raise RuntimeError(
+                f"a snapshot was taken when {snapshot.accepted} steps had been accepted, and parameters of the module "
+                f"have come or gone since (such as {min(here ^ then)[2]}), as when it is pruned: training cannot go "
+                "back behind that"
+            )
         later = self._snapshots.index(snapshot) + 1
         self._spare += [one.tensors for one in self._snapshots[later:]]
         del self._snapshots[later:]
@@ -155,7 +177,8 @@ class SnapshotRing:
             self._restore_optimizer(snapshot, number, optimizer)
             optimizer.zero_grad(set_to_none=True)
         for key, tensor in self._state():
-            to_local(tensor).copy_(snapshot.tensors[key])
+            if key in snapshot.tensors:
+                put_back(to_local(tensor), snapshot.tensors[key])
         set_random_state(snapshot.random)
 
     def clear(self) -> None:
@@ -169,41 +192,59 @@ class SnapshotRing:
 
     def _restore_optimizer(self, snapshot: Snapshot, number: int, optimizer: Optimizer) -> None:
         for index, group in enumerate(optimizer.param_groups):
-            for name, value in snapshot.numbers[number, "group", index].items():
+            for name, value in snapshot.numbers.get((number, "group", index), {}).items():
                 if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
                     group[name].copy_(value)
                 else:
                     group[name] = copy.deepcopy(value)
-        for index, param in enumerate(_parameters(optimizer)):
-            numbers: dict[str, Any] | None = snapshot.numbers[number, "state", index]
+        params = _parameters(optimizer)
+        for param in params:
+            numbers: dict[str, Any] | None = snapshot.numbers.get((number, "state", id(param)))
             if numbers is None:
                 optimizer.state.pop(param, None)
                 continue
             state = optimizer.state[param]
-            for name in [name for name in state if (number, "tensor", index, name) not in snapshot.tensors]:
+            for name in [name for name in state if (number, "tensor", id(param), name) not in snapshot.tensors]:
                 del state[name]
-            state.update(copy.deepcopy(numbers))
+            state.update(copy.deepcopy(numbers, self._not_copied()))
+        for key in optimizer.state.keys() - set(params):
+            del optimizer.state[key]
+        optimizer.state.update(copy.deepcopy(snapshot.numbers[number, "rest"], self._not_copied()))
 
     def _state(self) -> Iterator[tuple[Key, Tensor]]:
         """All tensors that are copied, under keys that are the same from step to step."""
+        yield from self._buffers()
+        yield from self._stepped()
+
+    def _buffers(self) -> Iterator[tuple[Key, Tensor]]:
         for label, module in self._modules.items():
-            for values in (module.named_parameters(), module.named_buffers()):
-                yield from ((("module", label, name), value) for name, value in values if not value.is_meta)
+            for name, value in module.named_buffers():
+                if not value.is_meta:
+                    yield ("buffer", label, name), value
+
+    def _stepped(self) -> Iterator[tuple[Key, Tensor]]:
+        """What a step changes: parameters and the state of optimizers."""
+        for label, module in self._modules.items():
+            for name, value in module.named_parameters():
+                if not value.is_meta:
+                    yield ("parameter", label, name), value
         for number, optimizer in enumerate(self._optimizers):
-            for index, param in enumerate(_parameters(optimizer)):
+            for param in _parameters(optimizer):
                 for name, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
-                        yield (number, "tensor", index, name), value
+                        yield (number, "tensor", id(param), name), value
 
     def _plain(self) -> Iterator[tuple[Key, Any]]:
         """What else the optimizers hold."""
         for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 yield (number, "group", index), {n: v for n, v in group.items() if n not in ("params", "param_names")}
-            for index, param in enumerate(_parameters(optimizer)):
+            params = _parameters(optimizer)
+            for param in params:
                 state = optimizer.state.get(param)
                 rest = None if state is None else {n: v for n, v in state.items() if not isinstance(v, Tensor)}
-                yield (number, "state", index), rest
+                yield (number, "state", id(param)), rest
+            yield (number, "rest"), {key: optimizer.state[key] for key in optimizer.state.keys() - set(params)}
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[], Any]]:
@@ -215,6 +256,15 @@ class SnapshotRing:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield self._stream.record_event
+
+
+def put_back(tensor: Tensor, kept: Tensor) -> None:
+    """Copy back what was kept of a tensor, also where it has another shape since, or elements that share memory."""
+    shares = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.shape == kept.shape and not shares:
+        tensor.copy_(kept)
+    else:
+        tensor.data = kept.to(tensor.device, tensor.dtype, copy=True)
 
 
 def host_memory(ranks_here: int, part: float = 0.5) -> int:

@@ -69,6 +69,11 @@ def takes_out_scale(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether hooks run with each step of an optimizer (`_optimizer_step_pre_hooks` and `_post_hooks`, torch 2.0)."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def leave_step_to(optimizer: Any, found_inf: Tensor | None) -> None:
     """Let a fused optimizer change nothing if a tensor on its device is 1, without asking; None: step as usual.
 

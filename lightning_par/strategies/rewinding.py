@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,13 @@ from lightning_par.errors import Problem
 from lightning_par.strategies import _compat, _compat_steps, resumption
 
 State = dict[str, Any]
+
+
+class _Never(int):
+    """A frequency that no number of a batch is a multiple of, not even 0: a loop that went back may be there."""
+
+    def __rmod__(self, other: int) -> int:
+        return 1
 
 
 def scaler_of(trainer: Any) -> Any:
@@ -32,15 +38,22 @@ def averages(trainer: Any) -> dict[str, nn.Module]:
     return {f"average {i}": model for i, model in enumerate(found) if model is not None}
 
 
-def average_only_accepted(trainer: Any, accepted: Callable[[], bool]) -> Callable[[], None]:
-    """Let averages of weights leave out batches after which `accepted` says no.
+def average_only_accepted(
+    trainer: Any, accepted: Callable[[], bool], left_out: Callable[[], int]
+) -> Callable[[], None]:
+    """Let averages of weights see steps as in a run without those that were left out.
+
+    Args:
+        trainer: Whose callbacks.
+        accepted: Says after a batch whether its step was taken.
+        left_out: Says how many steps were left out; they are in the numbers of steps.
 
     Returns:
         A function that undoes it.
     """
     callbacks = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
     for callback in callbacks:
-        callback.should_update = _asking(callback.should_update, accepted)  # type: ignore[method-assign]
+        callback.should_update = _asking(callback.should_update, accepted, left_out)  # type: ignore[method-assign]
 
     def undo() -> None:
         for callback in callbacks:
@@ -49,9 +62,13 @@ def average_only_accepted(trainer: Any, accepted: Callable[[], bool]) -> Callabl
     return undo
 
 
-def _asking(should_update: Callable[..., bool], accepted: Callable[[], bool]) -> Callable[..., bool]:
+def _asking(
+    should_update: Callable[..., bool], accepted: Callable[[], bool], left_out: Callable[[], int]
+) -> Callable[..., bool]:
     def ask(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return (step_idx is None or accepted()) and should_update(step_idx=step_idx, epoch_idx=epoch_idx)
+        if step_idx is None:
+            return should_update(step_idx=None, epoch_idx=epoch_idx)
+        return accepted() and should_update(step_idx=step_idx - left_out(), epoch_idx=epoch_idx)
 
     return ask
 
@@ -79,10 +96,10 @@ def hold_schedulers(trainer: Any, optimizer: Any) -> Callable[[], None]:
                 config.scheduler.__dict__.pop("step", None)
 
         return release
+    # `lr_scheduler_step` of the module may call another method than `step`.
     frequencies = [config.frequency for config in held]
     for config in held:
-        # No batch has such a number.
-        config.frequency = sys.maxsize
+        config.frequency = _Never(1)
 
     def put_back() -> None:
         for config, frequency in zip(held, frequencies, strict=True):
@@ -93,6 +110,29 @@ def hold_schedulers(trainer: Any, optimizer: Any) -> Callable[[], None]:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def keep_scale(scaler: Any) -> Callable[[], None]:
+    """Let the next `update` of an fp16 scaler change neither its scale nor its count.
+
+    It takes gradients that are not finite for too large a scale, and other optimizers may step with it in this batch.
+
+    Returns:
+        A function that undoes it, where there was no update.
+    """
+    update = scaler.update
+
+    def undo() -> None:
+        scaler.__dict__.pop("update", None)
+
+    def update_nothing(new_scale: Any = None) -> None:
+        undo()
+        before = scaler.state_dict()
+        update(new_scale)
+        scaler.load_state_dict(before)
+
+    scaler.update = update_nothing
+    return undo
 
 
 def capture(trainer: Any) -> State:
@@ -108,15 +148,32 @@ def capture(trainer: Any) -> State:
     }
 
 
-def capture_schedulers(trainer: Any) -> list[State]:
-    """The state of each scheduler."""
-    return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+def capture_schedulers(trainer: Any) -> dict[int, State]:
+    """The state of each scheduler, by its `id`: callbacks may put others in their place."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {id(one): _copied(trainer, one.state_dict()) for one in schedulers}
 
 
-def restore(trainer: Any, state: State) -> None:
-    """Go back to what `capture` gave."""
+def load_scheduler(trainer: Any, scheduler: Any, state: State) -> None:
+    """Let a scheduler go on from a state, which stays as it is."""
+    scheduler.load_state_dict(_copied(trainer, state))
+
+
+def _copied(trainer: Any, state: State) -> State:
+    # One that hands over to another scheduler has it in its state, and with it the optimizer.
+    return copy.deepcopy(state, {id(optimizer): optimizer for optimizer in trainer.optimizers})
+
+
+def restore(trainer: Any, state: State, *, epoch_goes_on: bool = False) -> None:
+    """Go back to what `capture` gave.
+
+    Args:
+        trainer: Has gone back.
+        state: What `capture` gave.
+        epoch_goes_on: Whether the batches of the epoch come again, so that its end comes again too.
+    """
     _compat_steps.set_step_counts(trainer, state["counts"])
-    _restore_schedulers(trainer, state["schedulers"])
+    _restore_schedulers(trainer, state["schedulers"], of_epochs=epoch_goes_on)
     scaler = scaler_of(trainer)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
@@ -128,7 +185,7 @@ def restore(trainer: Any, state: State) -> None:
 def restore_checkpoint(trainer: Any, checkpoint: State) -> None:
     """Go on with the counts, schedulers and scaler of a checkpoint, from which model and optimizers were loaded."""
     _compat_steps.set_step_counts(trainer, _compat_steps.saved_step_counts(checkpoint))
-    _restore_schedulers(trainer, checkpoint["lr_schedulers"])
+    _restore_schedulers(trainer, saved_schedulers(trainer, checkpoint))
     plugin = trainer.precision_plugin
     saved = checkpoint.get(type(plugin).__qualname__)
     if saved is not None:
@@ -136,6 +193,12 @@ def restore_checkpoint(trainer: Any, checkpoint: State) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging) and callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+
+
+def saved_schedulers(trainer: Any, checkpoint: State) -> dict[int, State]:
+    """What `capture_schedulers` gave when a checkpoint was saved."""
+    schedulers = [id(config.scheduler) for config in trainer.lr_scheduler_configs]
+    return dict(zip(schedulers, checkpoint["lr_schedulers"], strict=True))
 
 
 def hyper_parameters(trainer: Any) -> list[list[State]]:
@@ -146,7 +209,7 @@ def hyper_parameters(trainer: Any) -> list[list[State]]:
     ]
 
 
-def keep_rates_of_epochs(trainer: Any, before: list[list[State]], schedulers: list[State]) -> None:
+def keep_rates_of_epochs(trainer: Any, before: list[list[State]], schedulers: dict[int, State]) -> None:
     """Let optimizers keep the rates that a scheduler of epochs has set since the state to which training went back.
 
     An epoch that is over is not begun again, so its schedulers do not go back.
@@ -156,21 +219,27 @@ def keep_rates_of_epochs(trainer: Any, before: list[list[State]], schedulers: li
         before: What `hyper_parameters` gave before that.
         schedulers: The states of the schedulers in what it has gone back to.
     """
-    for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+    for config in trainer.lr_scheduler_configs:
+        saved = schedulers.get(id(config.scheduler))
         if not _goes_back(trainer, config) and config.scheduler.state_dict() != saved:
-            number = trainer.optimizers.index(config.scheduler.optimizer)
-            for group, values in zip(trainer.optimizers[number].param_groups, before[number], strict=True):
-                group.update(values)
+            set_rates(trainer, config.scheduler.optimizer, before)
+
+
+def set_rates(trainer: Any, optimizer: Any, rates: list[list[State]]) -> None:
+    """Give the groups of an optimizer what `hyper_parameters` gave."""
+    for group, values in zip(optimizer.param_groups, rates[trainer.optimizers.index(optimizer)], strict=True):
+        group.update(values)
 
 
 def _goes_back(trainer: Any, config: Any) -> bool:
     return config.interval == "step" or not trainer.lightning_module.automatic_optimization
 
 
-def _restore_schedulers(trainer: Any, schedulers: list[State]) -> None:
-    for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-        if _goes_back(trainer, config):
-            config.scheduler.load_state_dict(copy.deepcopy(saved))
+def _restore_schedulers(trainer: Any, schedulers: dict[int, State], *, of_epochs: bool = False) -> None:
+    for config in trainer.lr_scheduler_configs:
+        saved = schedulers.get(id(config.scheduler))
+        if saved is not None and (of_epochs or _goes_back(trainer, config)):
+            load_scheduler(trainer, config.scheduler, saved)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
