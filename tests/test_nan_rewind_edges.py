@@ -503,6 +503,33 @@ def test_A20_optimizers_that_step_by_one_loss_are_left_out_together() -> None:
     assert same("......n..", [6], partial(ByHand, "one loss"), guard)["counters"]["skipped"] == 2
 
 
+class Overlaps(Fragile):
+    """The next window begins in the batch in which the last one steps, behind its step."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, goal = self.optimizers(), torch.cos(batch)
+        for turn in range(2):
+            loss = (self(batch % 1000) - goal).square().mean()
+            self.manual_backward(loss * math.nan if turn == 0 and batch.max() >= 1000 else loss)
+            if turn == 0:
+                optimizer.step()
+
+
+def overlapping(precision: str) -> Any:
+    _, module, callback, _ = fit("one", plan("..n.."), {"spikes": False}, Overlaps(), precision=precision)
+    gradients = [param.grad for param in module.parameters()]
+    return callback.guard.counters.skipped, all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_A20_gradients_that_come_behind_a_step_that_was_left_out_are_kept(precision: str) -> None:
+    assert run_ranks(1, overlapping, precision) == [(1, True)]
+
+
 # The verdict on the device
 
 

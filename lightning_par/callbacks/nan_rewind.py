@@ -317,8 +317,7 @@ class NaNRewind(pl.Callback):
         reading = unscaled(read(self._window.take_losses(), gradients, checked), optimizer, scale)
         number = trainer.optimizers.index(optimizer)
         place = (trainer.current_epoch, rewinding.batches_done(trainer), number)
-        known = place in self._bad
-        verdict = guard.judge(trainer.global_step, reading, optimizer=number, scale=scale, known_bad=known)
+        verdict = guard.judge(trainer.global_step, reading, optimizer=number, scale=scale, known_bad=place in self._bad)
         self._verdicts.append(verdict)
         if verdict.new_level:
             log_on_rank_zero(trainer, f"step {trainer.global_step}: {spike(verdict)} again, taken as the new level")
@@ -333,8 +332,9 @@ class NaNRewind(pl.Callback):
                 self._bad.add(place)
         if scaler is not None and verdict.rule != "overflow":
             self._after_batch.append(rewinding.keep_scale(scaler))
-        # A scaler does not ask an optimizer to step where it finds them.
-        self._after_batch.append(partial(drop_gradients, optimizer))
+        if scaler is not None and not pl_module.automatic_optimization:
+            # It does not ask an optimizer to step, and the next backward may add to them.
+            drop_gradients(optimizer)
         hold = self._held if pl_module.automatic_optimization else self._after_batch
         self._let_go[number] = rewinding.hold_schedulers(trainer, optimizer)
         hold.append(self._let_go[number])
@@ -350,8 +350,8 @@ class NaNRewind(pl.Callback):
         else:
             tensors = state_tensors(module, trainer.optimizers, self._not_finite)
             checked = list(tensors) if self._guard.checks_parameters else []
-            at = At.now(trainer, self._window)
-            self._unread = veto_on_device(trainer, optimizer, self._window.losses, checked, at)
+            at, losses = At.now(trainer, self._window), self._window.losses
+            self._unread = veto_on_device(trainer, optimizer, losses, checked, at)
         self._window.losses = []
 
     def _settle(self) -> None:
