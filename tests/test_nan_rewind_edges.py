@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from guard_runs import SIZE, Fragile, compared, data, differences, fit, plan, state_of
@@ -310,6 +311,25 @@ def unfrozen() -> Any:
 def test_parameter_groups_that_came_after_the_snapshot_stay_and_begin_anew() -> None:
     # Three steps are gone back to, and one follows.
     assert run_ranks(1, unfrozen) == [(1, 4, [4, 1])]
+
+
+class Changes(pl.Callback):
+    """Puts another optimizer in the place of the one of the fit."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=1e-2)]
+
+
+def changed(letters: str) -> Any:
+    _, module, callback, _ = fit("one", plan(letters), None, callbacks=[Changes()])
+    return callback.guard.counters.skipped, all(bool(param.isfinite().all()) for param in module.parameters())
+
+
+def test_an_optimizer_that_came_later_is_left_out_too_and_does_not_go_back() -> None:
+    assert run_ranks(1, changed, "...n..") == [(1, True)]
+    with pytest.raises(RanksFailed, match="the Trainer has other optimizers"):
+        run_ranks(1, changed, "...nnn..")
 
 
 # Schedulers

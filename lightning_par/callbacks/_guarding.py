@@ -241,6 +241,8 @@ def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable
         drop_gradients(optimizer)
         return loss
 
+    ask.__dict__["asks"] = True
+
     def undo() -> None:
         if patched is None:
             optimizer.__dict__.pop("step", None)
@@ -250,6 +252,11 @@ def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable
     # A scheduler that is made later wraps it as a method.
     optimizer.step = MethodType(ask, optimizer)  # type: ignore[method-assign]
     return undo
+
+
+def asks_before_step(optimizer: Optimizer) -> bool:
+    """Whether `ask_before_step` was called for an optimizer: it was not for one that has come during a fit."""
+    return getattr(optimizer.step, "asks", False)
 
 
 def diverged(text: str, counters: Counters, ring: SnapshotRing | None) -> str:
@@ -285,6 +292,24 @@ def explain_nothing_returned(trainer: pl.Trainer, exception: BaseException) -> N
             f"rank {trainer.global_rank}, step {trainer.global_step}: the other ranks wait for gradients that will "
             "not come. NaNRewind leaves bad steps out by itself: return the loss, whatever it is."
         )
+
+
+def prepare_to_go_back(trainer: pl.Trainer, ring: SnapshotRing) -> None:
+    """Let parameters be shards, as they are copied.
+
+    Raises:
+        RuntimeError: If the Trainer has other optimizers than those whose state was copied.
+    """
+    if list(trainer.optimizers) != ring.optimizers:
+        raise RuntimeError(
+            f"training cannot go back: the Trainer has other optimizers ({', '.join(map(_kind, trainer.optimizers))}) "
+            f"than when it started ({', '.join(map(_kind, ring.optimizers))}), whose states are in the snapshots"
+        )
+    reshard(trainer)
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__
 
 
 def reshard(trainer: pl.Trainer) -> None:

@@ -26,6 +26,7 @@ from lightning_par.callbacks._guarding import (
     Facts,
     Window,
     ask_before_step,
+    asks_before_step,
     call_all,
     describe,
     diverged,
@@ -38,6 +39,7 @@ from lightning_par.callbacks._guarding import (
     log_on_rank_zero,
     not_finite,
     option_problems,
+    prepare_to_go_back,
     refuse,
     reshard,
     spike,
@@ -280,11 +282,9 @@ class NaNRewind(pl.Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._random is None:
-            return
-        if self._last_taken:
+        if self._random is not None and self._last_taken:
             self._random = random_state()
-        else:
+        elif self._random is not None:
             # It followed a batch that never was.
             set_random_state(self._random)
 
@@ -332,8 +332,8 @@ class NaNRewind(pl.Callback):
                 self._bad.add(place)
         if scaler is not None and verdict.rule != "overflow":
             self._after_batch.append(rewinding.keep_scale(scaler))
-        if scaler is not None and not pl_module.automatic_optimization:
-            # It does not ask an optimizer to step, and the next backward may add to them.
+        if (scaler is not None and not pl_module.automatic_optimization) or not asks_before_step(optimizer):
+            # A scaler does not ask an optimizer to step, and the next backward may add to them.
             drop_gradients(optimizer)
         hold = self._held if pl_module.automatic_optimization else self._after_batch
         self._let_go[number] = rewinding.hold_schedulers(trainer, optimizer)
@@ -459,7 +459,7 @@ class NaNRewind(pl.Callback):
     def _rewind(self, trainer: pl.Trainer) -> None:
         ring, step = self._ring, trainer.global_step
         assert ring is not None
-        reshard(trainer)
+        prepare_to_go_back(trainer, ring)
         snapshot = ring.choose(self._guard.counters.accepted)
         fit = snapshot.extra["fit"]
         replayed = self._data == "replay" and rewinding.replay(trainer, fit["epoch"], snapshot.extra["place"])

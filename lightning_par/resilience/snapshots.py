@@ -52,6 +52,9 @@ class SnapshotRing:
         min_age: How many accepted steps a copy has to be old to be gone back to, where there is one of that age: what
             goes wrong has often begun before it shows.
 
+    Attributes:
+        optimizers: Those that were given.
+
     Example::
 
         ring = SnapshotRing({"model": model}, [optimizer], keep=2, min_age=20)
@@ -64,7 +67,7 @@ class SnapshotRing:
         self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], *, keep: int = 2, min_age: int = 0
     ) -> None:
         self.keep, self.min_age = keep, min_age
-        self._modules, self._optimizers = dict(modules), list(optimizers)
+        self._modules, self.optimizers = dict(modules), list(optimizers)
         self._snapshots: list[Snapshot] = []
         self._spare: list[dict[Key, Tensor]] = []
         self._stream: Any = None
@@ -83,7 +86,7 @@ class SnapshotRing:
     def bytes(self) -> int:
         """How large a copy is, or will be once the optimizers have a state, which is estimated where they have none."""
         held = sum(_bytes(to_local(tensor)) for _, tensor in self._state())
-        return held + sum(_state_to_come(optimizer) for optimizer in self._optimizers)
+        return held + sum(_state_to_come(optimizer) for optimizer in self.optimizers)
 
     def problems(self, available: int) -> list[Problem]:
         """What is wrong if no more than so many bytes of host memory may be used, with the numbers."""
@@ -137,8 +140,8 @@ class SnapshotRing:
 
     def _not_copied(self) -> dict[int, Any]:
         """A memo for `copy.deepcopy`: schedulers may hold their optimizer, and that has its parameters for keys."""
-        keys = (key for optimizer in self._optimizers for key in optimizer.state)
-        return {id(one): one for one in [*self._optimizers, *keys]}
+        keys = (key for optimizer in self.optimizers for key in optimizer.state)
+        return {id(one): one for one in [*self.optimizers, *keys]}
 
     def wait(self) -> None:
         """Let what is computed from now on wait for the copies."""
@@ -173,7 +176,7 @@ class SnapshotRing:
         del self._snapshots[later:]
         if snapshot.copied is not None:
             snapshot.copied.synchronize()
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             self._restore_optimizer(snapshot, number, optimizer)
             optimizer.zero_grad(set_to_none=True)
         for key, tensor in self._state():
@@ -228,7 +231,7 @@ class SnapshotRing:
             for name, value in module.named_parameters():
                 if not value.is_meta:
                     yield ("parameter", label, name), value
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             for param in _parameters(optimizer):
                 for name, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
@@ -236,7 +239,7 @@ class SnapshotRing:
 
     def _plain(self) -> Iterator[tuple[Key, Any]]:
         """What else the optimizers hold."""
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 yield (number, "group", index), {n: v for n, v in group.items() if n not in ("params", "param_names")}
             params = _parameters(optimizer)
