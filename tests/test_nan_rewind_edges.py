@@ -483,6 +483,7 @@ class ByHand(Adversaries):
                 self.manual_backward(loss * math.nan if bad and turn == 0 else loss)
                 first.step()
                 self.lr_schedulers()[0].step()
+                assert "step" not in self.lr_schedulers()[0].state_dict()
         elif self.kind == "one loss":
             first.zero_grad()
             second.zero_grad()
@@ -583,6 +584,19 @@ def test_A19_a_checkpoint_of_an_exception_knows_of_the_last_step(tmp_path: Path)
 
 
 # One callback in several fits
+
+
+def validated_after_a_fit(letters: str) -> Tensor:
+    module, loaders = Validates(), (data(plan(letters)), data(plan("..")))
+    trainer = make_trainer(1, "auto", max_epochs=1, limit_val_batches=2, callbacks=[NaNRewind()])
+    trainer.fit(module, *loaders)
+    torch.manual_seed(7)
+    trainer.validate(module, loaders[1])
+    return torch.get_rng_state()
+
+
+def test_a_validation_after_the_fit_is_not_one_after_a_batch() -> None:
+    assert torch.equal(*(run_ranks(1, validated_after_a_fit, letters)[0] for letters in ("...", "..n")))
 
 
 def two_fits(guard: dict[str, Any], letters: tuple[str, str], strategy: Any, factor: float) -> Any:

@@ -247,7 +247,7 @@ class NaNRewind(pl.Callback):
         call_all(self._undo)
         if self._trainer is not None:
             release(self._trainer.optimizers)
-        self._trainer = self._ring = self._unread = self._untold = self._coming = None
+        self._trainer = self._ring = self._unread = self._untold = self._coming = self._random = None
         self._active = False
 
     @override

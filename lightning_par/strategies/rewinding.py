@@ -89,11 +89,11 @@ def hold_schedulers(trainer: Any, optimizer: Any) -> Callable[[], None]:
     ]
     if not automatic:
         for config in held:
-            config.scheduler.step = _do_nothing
+            _stop(config.scheduler)
 
         def release() -> None:
             for config in held:
-                config.scheduler.__dict__.pop("step", None)
+                config.scheduler.__class__ = getattr(config.scheduler, "goes_on_as", type(config.scheduler))
 
         return release
     # `lr_scheduler_step` of the module may call another method than `step`.
@@ -106,6 +106,12 @@ def hold_schedulers(trainer: Any, optimizer: Any) -> Callable[[], None]:
             config.frequency = frequency
 
     return put_back
+
+
+def _stop(scheduler: Any) -> None:
+    # An attribute of the scheduler would be part of its state, and in a checkpoint that is saved now.
+    cls = getattr(scheduler, "goes_on_as", type(scheduler))
+    scheduler.__class__ = type(cls.__name__, (cls,), {"step": _do_nothing, "goes_on_as": cls})
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
