@@ -315,6 +315,18 @@ def test_behind_a_change_of_the_parameters_nothing_goes_back() -> None:
     assert equal(content(module, sgd), expected)
 
 
+def test_behind_a_reset_of_an_optimizer_nothing_goes_back() -> None:
+    module, adam = trained(2)
+    ring = SnapshotRing({"module": module}, [adam])
+    ring.take(2)
+    adam.state.clear()
+    train(module, adam, 1)
+    ring.go_back(ring.last)
+    adam.state.clear()
+    with pytest.raises(RuntimeError, match="optimizers have lost their state"):
+        ring.go_back(ring.last)
+
+
 def test_memory_is_taken_once() -> None:
     module, adam = trained()
     ring = SnapshotRing({"module": module}, [adam], keep=2)

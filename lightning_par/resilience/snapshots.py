@@ -161,16 +161,10 @@ class SnapshotRing:
         there since then stay.
 
         Raises:
-            RuntimeError: If the modules have other parameters than then; nothing is changed.
+            RuntimeError: If the modules have other parameters than then, or optimizers have lost their state; nothing
+                is changed.
         """
-        here = {key for key, _ in self._stepped() if key[0] == "parameter"}
-        then = {key for key in snapshot.tensors if key[0] == "parameter"}
-        if here != then:
-            raise RuntimeError(
-                f"a snapshot was taken when {snapshot.accepted} steps had been accepted, and parameters of the module "
-                f"have come or gone since (such as {min(here ^ then)[2]}), as when it is pruned: training cannot go "
-                "back behind that"
-            )
+        self._refuse_if_changed(snapshot)
         later = self._snapshots.index(snapshot) + 1
         self._spare += [one.tensors for one in self._snapshots[later:]]
         del self._snapshots[later:]
@@ -183,6 +177,20 @@ class SnapshotRing:
             if key in snapshot.tensors:
                 put_back(to_local(tensor), snapshot.tensors[key])
         set_random_state(snapshot.random)
+
+    def _refuse_if_changed(self, snapshot: Snapshot) -> None:
+        here, then = {key for key, _ in self._stepped()}, snapshot.tensors.keys()
+        names = {key[2] for key in here ^ then if key[0] == "parameter"}
+        if names:
+            what = f"parameters of the module have come or gone since (such as {min(names)}), as when it is pruned"
+        elif any(isinstance(key[0], int) for key in then - here):
+            what = "optimizers have lost their state since, as when they are reset"
+        else:
+            return
+        raise RuntimeError(
+            f"a snapshot was taken when {snapshot.accepted} steps had been accepted, and {what}: training cannot go "
+            "back behind that"
+        )
 
     def clear(self) -> None:
         """Forget all copies; their memory is used again."""
