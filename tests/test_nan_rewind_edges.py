@@ -524,6 +524,32 @@ def test_A20_optimizers_that_step_by_one_loss_are_left_out_together() -> None:
     assert same("......n..", [6], partial(ByHand, "one loss"), guard)["counters"]["skipped"] == 2
 
 
+class Raw(Fragile):
+    """Steps without Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def unseen() -> Any:
+    _, _, callback, lines = fit("one", plan("..."), None, Raw())
+    return callback.guard.counters.attempts, lines
+
+
+def test_A20_steps_without_lightning_are_not_judged_which_is_said_once() -> None:
+    [(attempts, lines)] = run_ranks(1, unseen)
+    assert attempts == 0
+    [line] = lines
+    assert "use_pl_optimizer=False" in line
+
+
 class Overlaps(Fragile):
     """The next window begins in the batch in which the last one steps, behind its step."""
 

@@ -254,6 +254,19 @@ def ask_before_step(optimizer: Optimizer, taken: Callable[[], bool]) -> Callable
     return undo
 
 
+def may_step(trainer: pl.Trainer, verdicts: Sequence[Verdict], said: list[str]) -> bool:
+    """Whether an optimizer may step by the last verdict of a batch; if there is none it may, which is said once."""
+    if verdicts:
+        return verdicts[-1].taken
+    if not said:
+        said.append(
+            "NaNRewind does not see all steps: one was taken without Lightning, as by `self.optimizers("
+            "use_pl_optimizer=False)` or outside of `training_step`. Such steps are taken whatever they do."
+        )
+        log_on_rank_zero(trainer, said[0])
+    return True
+
+
 def asks_before_step(optimizer: Optimizer) -> bool:
     """Whether `ask_before_step` was called for an optimizer: it was not for one that has come during a fit."""
     return getattr(optimizer.step, "asks", False)

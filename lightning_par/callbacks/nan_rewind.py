@@ -37,6 +37,7 @@ from lightning_par.callbacks._guarding import (
     fits_memory,
     guard_problems,
     log_on_rank_zero,
+    may_step,
     not_finite,
     option_problems,
     prepare_to_go_back,
@@ -199,11 +200,11 @@ class NaNRewind(pl.Callback):
         of_mode = device_problems(trainer, pl_module) if self._mode == "device" else []
         refuse(fit_problems(trainer, replay=self._data == "replay"), of_mode)
         self._trainer = trainer
+        said: list[str] = []
         for optimizer in trainer.optimizers if self._mode == "sync" else []:
-            self._undo.append(ask_before_step(optimizer, lambda: not self._verdicts or self._verdicts[-1].taken))
+            self._undo.append(ask_before_step(optimizer, lambda: may_step(trainer, self._verdicts, said)))
         self._undo.append(rewinding.average_only_accepted(trainer, self._is_accepted, lambda: self._guard.left_out))
         self._window, self._last_taken, self._taken_at = Window(), True, trainer.global_step
-        self._random = None
         self._not_finite = set() if self._guard.check_parameters_every is None else not_finite(pl_module)
         self._guard.can_reload = committed_checkpoint_of(trainer) is not None
         if self._every is not None:
