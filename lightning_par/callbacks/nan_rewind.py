@@ -109,6 +109,14 @@ class NaNRewind(pl.Callback):
               init_args: {snapshot_every_n_steps: 200}
     """
 
+    _trainer: pl.Trainer | None = None
+    _unread: Unread | None = None
+    _untold: tuple[Verdict, Unread] | None = None
+    _ring: SnapshotRing | None = None
+    # Goes with the snapshot that is taken before the next batch; and the random state after the last one.
+    _coming: dict[str, Any] | None = None
+    _random: dict[str, Any] | None = None
+
     def __init__(
         self,
         snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
@@ -131,11 +139,7 @@ class NaNRewind(pl.Callback):
         super().__init__()
         every = _EVERY if snapshot_every_n_steps == "auto" else snapshot_every_n_steps
         oldest = (keep_snapshots - 1) * (every or 0)
-        self._only_if_they_fit = snapshot_every_n_steps == "auto"
-        self._mode = mode
-        self._trainer: pl.Trainer | None = None
-        self._unread: Unread | None = None
-        self._untold: tuple[Verdict, Unread] | None = None
+        self._mode, self._only_if_they_fit = mode, snapshot_every_n_steps == "auto"
         self._every, self._keep, self._data, self._restore_buffers = every, keep_snapshots, data, restore_buffers
         self._min_age = min(_MIN_AGE, oldest) if min_age is None else min_age
         rule = SpikeRule() if spikes is True else spikes or None
@@ -159,10 +163,6 @@ class NaNRewind(pl.Callback):
         self.guard: StepGuard | None = None
         self._loaded: dict[str, Any] = {}
         self._active = False
-        self._ring: SnapshotRing | None = None
-        # Goes with the snapshot that is taken before the next batch; and the random state after the last one.
-        self._coming: dict[str, Any] | None = None
-        self._random: dict[str, Any] | None = None
         self._not_finite: set[int] = set()
         self._events = EventLog(None)
         self._undo: list[Callable[[], None]] = []
