@@ -17,6 +17,7 @@ from probe import Probe, numbers
 from lightning_par.callbacks import CommittedCheckpoint, NaNRewind, ParityMonitor, PreemptionGuard, ThroughputMonitor
 from lightning_par.checkpoint.candidates import candidates
 from lightning_par.resilience.control import StepControl
+from lightning_par.resilience.errors import TrainingDivergedError
 from lightning_par.resilience.events import read_events
 from lightning_par.strategies import FSDP2Strategy
 from lightning_par.testing import run_ranks
@@ -107,3 +108,12 @@ def test_a_fit_that_tries_something_out_leaves_no_events(tries: bool, tmp_path: 
     trainer.fit(Infinite(), numbers(10))
     assert trainer.callbacks[-1].state_key.startswith("PreemptionGuard")  # type: ignore[attr-defined]
     assert [event["kind"] for event in read_events(tmp_path)] == ([] if tries else ["start", "skip", "step", "end"])
+
+
+def test_a_run_that_has_no_checkpoint_to_go_back_to_ends_with_what_was_wrong(tmp_path: Path) -> None:
+    callbacks = [NaNRewind(max_rewinds=0, max_consecutive_skips=1), CommittedCheckpoint(tmp_path, every_n_steps=100)]
+    trainer = make_trainer(1, "par_ddp", callbacks=callbacks, max_steps=3, enable_checkpointing=True)
+    with pytest.raises(
+        TrainingDivergedError, match=r"(?s)loss is not finite.*There is no checkpoint to go back"
+    ):
+        trainer.fit(Infinite(), numbers(10))

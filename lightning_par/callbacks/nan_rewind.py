@@ -116,6 +116,7 @@ class NaNRewind(pl.Callback):
     # Goes with the snapshot that is taken before the next batch; and the random state after the last one.
     _coming: dict[str, Any] | None = None
     _random: dict[str, Any] | None = None
+    _last_report = ""
 
     def __init__(
         self,
@@ -427,7 +428,7 @@ class NaNRewind(pl.Callback):
         batches = {rank: one.samples for rank, one in enumerate(everyone) if one.samples is not None}
         what = {"rule": verdict.rule, "what": verdict.what, "value": verdict.value}
         self._events.write("skip", at.step, **what, ranks=ranks, batches=batches)
-        text = describe(at, verdict, everyone, ranks)
+        text = self._last_report = describe(at, verdict, everyone, ranks)
         if verdict.action is Action.STOP:
             raise TrainingDivergedError(diverged(text, self._guard.counters, self._ring))
         log_on_rank_zero(trainer, f"{text}\nThe step is left out.")
@@ -485,7 +486,7 @@ class NaNRewind(pl.Callback):
         rates = rewinding.hyper_parameters(trainer)
         checkpoint = committed.reload(trainer, self._taken_at - self._min_age)
         if checkpoint is None:
-            text = f"step {step}: there is no checkpoint to go back to"
+            text = f"{self._last_report}\nThere is no checkpoint to go back to."
             raise TrainingDivergedError(diverged(text, self._guard.counters, self._ring))
         rewinding.restore_checkpoint(trainer, checkpoint)
         rewinding.keep_rates_of_epochs(trainer, rates, rewinding.saved_schedulers(trainer, checkpoint))
