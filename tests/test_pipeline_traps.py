@@ -9,6 +9,7 @@ from typing import Any
 import pipeline_models
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_models import Small, samples
 from probe import crossed, some
 from torch import Tensor, nn
@@ -242,6 +243,31 @@ def train_once(name: str) -> None:
 def test_what_would_be_wrong_is_an_error(name: str, said: str) -> None:
     with pytest.raises(RanksFailed, match=said):
         run_ranks(2, train_once, name, timeout=20)
+
+
+class Scaled(Small):
+    """Scales its logits by numbers of the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self(batch["ids"]) * batch["noisy"].mean(-1, keepdim=True)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def bad_samples(count: int) -> bool:
+    model = Scaled().double()
+    par = divided(model)
+    assert par.pipeline is not None
+    batch = samples()
+    batch["noisy"][:count] = float("nan")
+    results = par.pipeline.train(step_of(model), batch)
+    return bool(results.loss.isnan()) if dist.get_rank() else True
+
+
+def test_a_sample_of_the_first_batch_may_be_bad() -> None:
+    """A start may go on right where one is; what looks like a value of another stage is in all micro-batches."""
+    assert run_ranks(2, bad_samples, 1) == [True, True]
+    with pytest.raises(RanksFailed, match="received no NaN and made one"):
+        run_ranks(2, bad_samples, 8, timeout=20)
 
 
 def fails_once(on_stage: int, when: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Batch:
         check: Whether to look for NaN where there must be none.
         seed: Of the random numbers of the first micro-batch.
         failure: The first error on this rank.
+        made_nan: In how many micro-batches a stage has made NaN of numbers, by its first block.
         results: What the steps have returned until now.
     """
 
@@ -81,6 +83,7 @@ class Batch:
     check: bool = False
     seed: int = 0
     failure: Exception | None = None
+    made_nan: Counter[int] = field(default_factory=Counter)
     results: Results = field(default_factory=Results)
 
     def fail(self, error: Exception) -> None:

@@ -41,24 +41,26 @@ def combined(losses: Sequence[Tensor], weights: Sequence[float]) -> Loss:
     return Loss(sum(counted), losses[0].dtype in (torch.float16, torch.bfloat16))
 
 
-def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: str, *, is_first: bool) -> None:
+def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: str) -> bool:
     """Refuse a loss that is no weighted mean of those of micro-batches.
 
     Args:
         loss_in: Computes the loss of the same samples, cut into a number of micro-batches; the same on all stages.
         size: The number of samples.
         loss_weight: How losses are combined, for the message.
-        is_first: Whether it is the first comparison. In a later one a loss that is not finite either way is the data's.
+
+    Returns:
+        Whether the losses could be compared: one that is not finite either way is the data's.
 
     Raises:
         ParallelConfigError: If the samples have another loss in two parts than in one, unless it is random.
     """
     whole, halves = loss_in(1), loss_in(2)
-    if not is_first and not math.isfinite(whole.value) and not math.isfinite(halves.value):
-        return
+    if not math.isfinite(whole.value) and not math.isfinite(halves.value):
+        return False
     difference = abs(whole.value - halves.value)
     if difference <= (_HALF_TOLERANCE if whole.is_half else _TOLERANCE) * max(abs(whole.value), 1e-3):
-        return
+        return True
     if abs(whole.value - loss_in(1).value) > _RANDOM * difference:
         if dist.get_rank() == 0:
             warnings.warn(
@@ -66,7 +68,7 @@ def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: st
                 "random numbers: that it is the weighted mean of the losses of micro-batches is not checked",
                 stacklevel=2,
             )
-        return
+        return True
     what = (
         f"the loss of {size} samples is {whole.value:.6g}, and {halves.value:.6g} as the weighted mean of the losses "
         f"of two micro-batches (pp_loss_weight={loss_weight!r}): the step computes something over the whole batch, or "
@@ -75,7 +77,7 @@ def refuse_other_loss(loss_in: Callable[[int], Loss], size: int, loss_weight: st
     if loss_weight == "samples":  # as the user has said
         if dist.get_rank() == 0:
             warnings.warn(what, stacklevel=2)
-        return
+        return True
     raise ParallelConfigError(
         Problem(
             what,

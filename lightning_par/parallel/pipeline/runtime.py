@@ -176,8 +176,8 @@ class Pipeline:
                 checks.warn_of_statistics(self.module, count)
             # Only the first batches of a run are compared, and one that resumes has to draw as one that goes on.
             with random_state_kept():
-                self._check_weights(step, batch, count)
-            self._compared += 1
+                compared = self._check_weights(step, batch, count)
+            self._compared += compared
         return self._run(Batch(step, split(batch, count), sizes(size, count), scale, train=True))
 
     @torch.no_grad()
@@ -187,9 +187,9 @@ class Pipeline:
         count = min(self._microbatches, size)
         return self._run(Batch(step, split(batch, count), sizes(size, count)))
 
-    def _run(self, batch: Batch) -> Results:
+    def _run(self, batch: Batch, check: bool = True) -> Results:
         self._batch = batch
-        batch.check = batch.step.kind not in self._checked
+        batch.check = check and batch.step.kind not in self._checked
         batch.results.sizes = list(batch.sizes)
         try:
             with self._random_numbers(batch):
@@ -219,8 +219,8 @@ class Pipeline:
         with self._data.pipelined() if batch.train else nullcontext():
             run_schedule(schedule, (torch.zeros(count),), torch.zeros(count), mb_index=torch.arange(count))
 
-    def _check_weights(self, step: Step, batch: Any, count: int) -> None:
-        """Compare the loss of a few samples in one piece with what their halves make of it.
+    def _check_weights(self, step: Step, batch: Any, count: int) -> bool:
+        """Compare the loss of a few samples in one piece with what their halves make of it, if they can be compared.
 
         In evaluation mode: dropout would make two runs differ. Few samples, because a whole batch in one piece may not
         fit into memory.
@@ -228,24 +228,26 @@ class Pipeline:
         piece = split(batch, max(1, count // 2))[0]
         size = batch_size(piece)
         if size < 2:
-            return
+            return True
         dry = replace(step, run=step.dry, kind=f"{step.kind} (compared)")
 
         def loss_in(parts: int) -> checks.Loss:
             with in_evaluation(self.module), torch.no_grad():
-                results = self._run(Batch(dry, split(piece, parts), sizes(size, parts)))
+                results = self._run(Batch(dry, split(piece, parts), sizes(size, parts)), check=False)
             ordered = [results.outputs[index] for index in sorted(results.outputs)]
             loss: checks.Loss = self.from_last(
                 lambda: checks.combined([step.loss(output) for output in ordered], results.weights)
             )
             return loss
 
-        checks.refuse_other_loss(loss_in, size, self._loss_weight, is_first=not self._compared)
+        if not checks.refuse_other_loss(loss_in, size, self._loss_weight):
+            return False
         if self._loss_weight != "auto" or self.from_last(lambda: self._counted[dry.kind]):
             # Where targets are counted, or the user knows, one comparison is enough.
             self._compared = checks.BATCHES
         elif not self._compared:
             checks.warn_of_samples()
+        return True
 
     # -- one micro-batch on one stage ------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Pipeline:
                 self._refuse_other_shapes(stage, result, self._crossing(batch, index)[stage.end])
             # The loss of a micro-batch without targets is NaN, and is left out.
             if batch.check and not (stage.is_last and batch.results.weights[index] == 0):
-                self._refuse_nan(stage, run, result)
+                self._refuse_nan(stage, batch, run, result)
             if not stage.is_last:
                 return result
             batch.results.outputs[index] = _compat.map_tensors(Tensor.detach, result)
@@ -314,8 +316,13 @@ class Pipeline:
                 "depend on more than the shapes of the batch"
             )
 
-    def _refuse_nan(self, stage: Stage, run: StageRun, result: Any) -> None:
-        if any(map(has_nan, _compat.tensors_in(result))) and not any(map(has_nan, run.received or ())):
+    def _refuse_nan(self, stage: Stage, batch: Batch, run: StageRun, result: Any) -> None:
+        """Refuse a stage that makes NaN in every micro-batch: those that come of a sample are in one."""
+        if not any(map(has_nan, _compat.tensors_in(result))) or any(map(has_nan, run.received or ())):
+            return
+        batch.made_nan[stage.begin] += 1
+        checked = sum(map(bool, batch.results.weights)) if stage.is_last else len(batch.parts)
+        if batch.made_nan[stage.begin] == checked:
             raise refuse_leak(self.module, self.replay.chain.blocks[stage.begin])
 
     def _new_run(self, stage: Stage, batch: Batch, index: int, received: tuple[Tensor, ...]) -> StageRun:
