@@ -113,7 +113,5 @@ def test_a_fit_that_tries_something_out_leaves_no_events(tries: bool, tmp_path: 
 def test_a_run_that_has_no_checkpoint_to_go_back_to_ends_with_what_was_wrong(tmp_path: Path) -> None:
     callbacks = [NaNRewind(max_rewinds=0, max_consecutive_skips=1), CommittedCheckpoint(tmp_path, every_n_steps=100)]
     trainer = make_trainer(1, "par_ddp", callbacks=callbacks, max_steps=3, enable_checkpointing=True)
-    with pytest.raises(
-        TrainingDivergedError, match=r"(?s)loss is not finite.*There is no checkpoint to go back"
-    ):
+    with pytest.raises(TrainingDivergedError, match=r"(?s)loss is not finite.*There is no checkpoint to go back"):
         trainer.fit(Infinite(), numbers(10))

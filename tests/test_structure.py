@@ -221,6 +221,19 @@ def test_hooks_on_accumulated_gradients_are_refused(shard: int) -> None:
         run_ranks(2, hook_after_accumulation, layout)
 
 
+def sparse_gradients(layout: ParallelLayout) -> None:
+    model = GPT()
+    model.add_module("lookup", nn.Embedding(4, 2, sparse=True))
+    parallelize(model, layout)
+
+
+@pytest.mark.parametrize("shard", [1, long_run(-1)])
+def test_embeddings_with_sparse_gradients_are_refused(shard: int) -> None:
+    layout = ParallelLayout(dp_replicate_size=-1 if shard == 1 else 1, dp_shard_size=shard)
+    with pytest.raises(RanksFailed, match="Embedding 'lookup' makes sparse gradients"):
+        run_ranks(2, sparse_gradients, layout)
+
+
 def hook_that_is_removed() -> list[float]:
     """The handle of a hook removes it after sharding too."""
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ from lightning_par.errors import Problems
 from lightning_par.layout import ParallelLayout, ParallelMesh
 from lightning_par.parallel import _compat, _compat_fsdp, data, gradients, tensor
 from lightning_par.parallel._compat import map_tensors
-from lightning_par.parallel.carried import hook_problems
+from lightning_par.parallel.carried import hook_problems, sparse_problems
 from lightning_par.parallel.materialize import InitPlan, capture_init
 from lightning_par.parallel.memory import (
     apply_activation_checkpointing,
@@ -245,6 +245,8 @@ def parallelize(
 
     problems = Problems()
     problems.extend(hook_problems(module))
+    if layout.data_size > 1:
+        problems.extend(sparse_problems(module))
     problems.raise_if_any()
     plan = plan_blocks(module, options, sharded=not replicated, tp_size=layout.tp_size, pp_size=layout.pp_size)
     initial = capture_init(module)

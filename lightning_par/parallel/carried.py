@@ -62,6 +62,20 @@ def hook_problems(module: nn.Module) -> list[Problem]:
     ]
 
 
+def sparse_problems(module: nn.Module) -> list[Problem]:
+    """Find embeddings whose gradients are sparse, which are not averaged over data ranks."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    names = [name for name, child in module.named_modules() if isinstance(child, kinds) and child.sparse]
+    return [
+        Problem(
+            f"{class_name(module.get_submodule(name))} {name!r} makes sparse gradients, and gradients that are "
+            "averaged over ranks are dense",
+            "sparse=False in it, with the dense form of the optimizer",
+        )
+        for name in names
+    ]
+
+
 def refuse_copies(module: nn.Module) -> None:
     """Say what to do instead where a sharded module is copied; torch only says that it cannot be."""
     for child in module.modules():
