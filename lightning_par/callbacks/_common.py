@@ -1,4 +1,4 @@
-"""What the callbacks of a Trainer share: one collective of each step, one file of events, and their order."""
+"""What the callbacks of a Trainer share: one collective of each step, one file of events, their order and their end."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def refuse_two(trainer: Trainer, kind: type[Callback]) -> None:
     if sum(isinstance(one, kind) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
         problems.add(f"more than one callback is {kind.__name__}", "keep one of them")
     problems.raise_if_any()
+
+
+def call_all(functions: list[Callable[[], None]]) -> None:
+    """Call all, the last one first, and forget them."""
+    while functions:
+        functions.pop()()
 
 
 def put_last(trainer: Trainer, *callbacks: Callback) -> None:

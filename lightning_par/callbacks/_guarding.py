@@ -163,12 +163,6 @@ def log_on_rank_zero(trainer: pl.Trainer, text: str) -> None:
         log.warning(text)
 
 
-def call_all(functions: list[Callable[[], None]]) -> None:
-    """Call all, the last one first, and forget them."""
-    while functions:
-        functions.pop()()
-
-
 def first_bad(module: nn.Module) -> str | None:
     """The first parameter that is not finite or whose gradient is not, or None."""
     for name, param in module.named_parameters():

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_par.callbacks._common import put_last
+from lightning_par.callbacks._common import call_all, put_last
 from lightning_par.checkpoint import CheckpointMismatch, Retention, RunDirectory, Verify, best_interval, together
 from lightning_par.checkpoint.ranks import Ranks
 from lightning_par.errors import ParallelConfigError, Problems
@@ -143,7 +143,7 @@ class CommittedCheckpoint(Checkpoint):
         automatic = self.resume == "auto"
         newest = self._directory.begin(Ranks.of(None), self._max_no_progress if automatic else None)
         strategy.saver.max_failed_saves = self._max_failed_saves
-        self._stop_asking()
+        call_all(self._undo)
         self._undo.append(strategy.control.add(_OVER, self._is_over))
         # A second fit of the same objects goes on from what they are.
         if automatic and not again:
@@ -208,10 +208,6 @@ class CommittedCheckpoint(Checkpoint):
         control = trainer.strategy.control  # type: ignore[attr-defined]
         self._exchanges = control.attend(step, self._exchanges)
         return bool(control.take(_OVER))
-
-    def _stop_asking(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     def _is_over(self) -> int:
         return int(self._interval is not None and time.monotonic() - self._tried_at >= self._interval.total_seconds())
@@ -329,7 +325,7 @@ class CommittedCheckpoint(Checkpoint):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop_asking()
+        call_all(self._undo)
         # A fit that has nothing left to do comes here without a start of training.
         if self._active:
             self._note_end("finished", trainer.global_step)
@@ -343,7 +339,7 @@ class CommittedCheckpoint(Checkpoint):
             how = "preempted"
         elif isinstance(exception, ParallelConfigError | CheckpointMismatch):
             how = "refused"
-        self._stop_asking()
+        call_all(self._undo)
         self._note_end(how, trainer.global_step)
 
     def _note_end(self, how: str, step: int) -> None:

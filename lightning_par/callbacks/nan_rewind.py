@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.callbacks._common import control_of, events_of, put_last
+from lightning_par.callbacks._common import call_all, control_of, events_of, put_last
 from lightning_par.callbacks._device_guard import (
     Unread,
     device_problems,
@@ -27,7 +27,6 @@ from lightning_par.callbacks._guarding import (
     Window,
     ask_before_step,
     asks_before_step,
-    call_all,
     describe,
     diverged,
     drop_gradients,
@@ -347,7 +346,7 @@ class NaNRewind(pl.Callback):
         if last is not None and last.action is not Action.SKIP:
             # This step is one of those that are gone back behind.
             self._verdicts.append(last)
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
             self._held.append(rewinding.hold_schedulers(trainer, optimizer))
         else:
             tensors = state_tensors(module, trainer.optimizers, self._not_finite)
@@ -482,7 +481,7 @@ class NaNRewind(pl.Callback):
         committed, step = committed_checkpoint_of(trainer), trainer.global_step
         assert committed is not None
         for optimizer in trainer.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
         rates = rewinding.hyper_parameters(trainer)
         checkpoint = committed.reload(trainer, self._taken_at - self._min_age)
         if checkpoint is None:

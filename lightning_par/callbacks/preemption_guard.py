@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_par.callbacks._common import control_of, events_of, put_last
+from lightning_par.callbacks._common import call_all, control_of, events_of, put_last
 from lightning_par.callbacks.committed_checkpoint import committed_checkpoint_of
 from lightning_par.checkpoint import CheckpointError
 from lightning_par.errors import Problems
@@ -144,8 +144,7 @@ class PreemptionGuard(pl.Callback):
         if self.preemption is not None:
             self.preemption.remove()
             self.preemption = None
-        while self._undo:
-            self._undo.pop()()
+        call_all(self._undo)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_par.callbacks._common import refuse_two
+from lightning_par.callbacks._common import call_all, refuse_two
 from lightning_par.errors import Problems, is_count
 from lightning_par.resilience.phases import Phase
 from lightning_par.resilience.step_timer import StepTimer, StepTimes
@@ -127,8 +127,7 @@ class TimedSteps(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        call_all(self._undo)
         self._timer, self._drives = None, False
 
 

@@ -30,7 +30,7 @@ from lightning_par.parallel.materialize import deferred_init
 from lightning_par.parallel.optimizers import step_on_shards
 from lightning_par.parallel.remap import remap_optimizer
 from lightning_par.strategies import _compat, foreign, replay
-from lightning_par.strategies.launcher import refuse_without_a_script
+from lightning_par.strategies.launcher import prepare_to_start_ranks
 from lightning_par.strategies.loaders import spread_evenly
 from lightning_par.strategies.precision import FabricDouble, fabric_plugin
 from lightning_par.strategies.presets import (
@@ -59,12 +59,11 @@ State = dict[str, nn.Module | Optimizer | Any]
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Divides the cores among all ranks: those that it starts have no launcher, and take the number as it is here."""
+    """Lightning's, with the cores divided among all ranks, and a refusal where there is no script to start."""
 
     @override
     def _call_children_scripts(self) -> None:
-        refuse_without_a_script(self.num_processes)
-        _compat.set_threads(self.num_processes)
+        prepare_to_start_ranks(self.num_processes)
         super()._call_children_scripts()
 
 

@@ -54,14 +54,12 @@ class RankLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Only the first time: then the environment says that they are there.
         if not self.cluster_environment.creates_processes_externally:
-            refuse_without_a_script(self.num_processes)
+            prepare_to_start_ranks(self.num_processes)
             folder = tempfile.mkdtemp(prefix="lightning-par-")
             os.environ[VARIABLE] = folder
             Path(folder, _PARENT).write_text(str(os.getpid()))
             # Registered first and so called last, when this rank has let go of the process group.
             atexit.register(self._at_exit, folder)
-            # Here, as the others have no launcher: they take the number from the environment.
-            _compat.set_threads(self.num_processes)
             self._call_children_scripts()
             threading.Thread(target=self._observe, args=(folder,), name="observer of ranks", daemon=True).start()
         return function(*args, **kwargs)
@@ -129,8 +127,12 @@ def _shown(status: int) -> int:
     return status if status > 0 else 128 - status
 
 
-def refuse_without_a_script(processes: int) -> None:
-    """Raise `ParallelConfigError` where the other ranks of a node cannot be started as this process was."""
+def prepare_to_start_ranks(processes: int) -> None:
+    """Divide the cores among the ranks of a node; those that are started take the number from the environment.
+
+    Raises:
+        ParallelConfigError: If they cannot be started as this process was.
+    """
     import __main__
 
     problems = Problems()
@@ -141,6 +143,7 @@ def refuse_without_a_script(processes: int) -> None:
             "a file (python train.py), or devices=1",
         )
     problems.raise_if_any()
+    _compat.set_threads(processes)
 
 
 def begin_run(rank: int, local_rank: int) -> None:
