@@ -20,6 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["LIGHTNING_PAR_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
+# Process groups that tests destroyed wait for the collector in the meshes of their trainers. If one comes to it in a
+# forked worker of a loader, gloo joins threads that are not there, and the worker dies.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(autouse=True)
