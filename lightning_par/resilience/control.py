@@ -110,6 +110,10 @@ class StepControl:
             self.exchange(step)
         return self.exchanges
 
+    def any(self, mine: bool) -> bool:
+        """Whether any rank says so; a collective of its own and no exchange, for where no step has had one."""
+        return bool(self._largest([int(mine)])[0])
+
     def take(self, name: str) -> int | None:
         """The largest number of a name in the exchanges since this was last asked; None if there was none."""
         return self._heard.pop(name, None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_par.resilience.control import StepControl
+
+_log = logging.getLogger(__name__)
 _BROADCAST = "_broadcast_sigterm_tensor"
+_TOLD = "sigterm"
 
 
 def without_signal_handlers(trainer: Any) -> Callable[[], None]:
@@ -34,25 +38,51 @@ def without_signal_handlers(trainer: Any) -> Callable[[], None]:
     return undo
 
 
-def fail_with_the_broadcast(trainer: Any) -> Callable[[], None]:
-    """Let a batch begin with an error where another rank is gone (`_TrainingEpochLoop`, 2.6).
+def end_together(trainer: Any, control: StepControl) -> Callable[[], None]:
+    """After SIGTERM on any rank let all of them leave the next fit before the same batch; on all ranks.
 
-    Its broadcast that tells of SIGTERM takes every error for no signal: the rank goes on, and those to which it would
-    have passed the broadcast on wait for it until the time of collectives is over.
+    Lightning's handler waits inside for a collective, which meets another one of the ranks that are in a step, and the
+    signalled rank leaves by itself. Each batch begins with a broadcast that tells of the signal and takes every error
+    for no signal, so a rank goes on where another is gone (`_SignalConnector`, `_TrainingEpochLoop`, 2.6). Here the
+    handler only notes the signal. The note travels in the exchange of a step; before a batch that follows none it has
+    a collective of its own.
+
+    Args:
+        trainer: About to fit, on several ranks; one whose handlers were left out keeps it so.
+        control: Of the fit.
 
     Returns:
-        Lets errors pass again.
+        Lets Lightning do so again.
     """
-    loop = trainer.fit_loop.epoch_loop
-    if _BROADCAST in vars(loop) or not hasattr(loop, _BROADCAST):
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    if trainer.world_size == 1 or _BROADCAST in vars(loop) or not hasattr(loop, _BROADCAST):
         return lambda: None
-    original = getattr(loop, _BROADCAST)
+    told, exchanges = False, control.exchanges
 
-    def broadcast() -> None:
-        told = torch.tensor([int(trainer.received_sigterm)], device=trainer.strategy.root_device)
-        dist.broadcast(told, src=0)
-        if told.item():
-            original()
+    def note(number: int, frame: Any) -> None:
+        nonlocal told
+        first, told = not told, True
+        _log.info("rank %d was told to end by signal %d", trainer.global_rank, number)
+        launcher = trainer.strategy.launcher
+        if first and launcher is not None:
+            launcher.kill(number)
 
-    setattr(loop, _BROADCAST, broadcast)
-    return lambda: loop.__dict__.pop(_BROADCAST, None) and None
+    def end_if_told() -> None:
+        nonlocal exchanges
+        before, exchanges = exchanges, control.exchanges
+        if control.any(told) if exchanges == before else control.take(_TOLD):
+            # What else looks at it does so on each rank by itself.
+            connector.received_sigterm = True
+            trainer.strategy.barrier("told to end")
+            raise SIGTERMException
+
+    connector._sigterm_notifier_fn = note
+    setattr(loop, _BROADCAST, end_if_told)
+    no_more_note = control.add(_TOLD, lambda: int(told))
+
+    def undo() -> None:
+        no_more_note()
+        connector.__dict__.pop("_sigterm_notifier_fn", None)
+        loop.__dict__.pop(_BROADCAST, None)
+
+    return undo

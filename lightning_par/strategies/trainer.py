@@ -219,7 +219,7 @@ class MeshStrategy(SavesCheckpoints):
             self.setup_optimizers(trainer)
             self._looked_at = hooks.look_at_parameters_between_steps(trainer)
             self._undo.append(hooks.decide_alike(self.lightning_module, self.all_gather))
-            self._undo.append(_compat_signals.fail_with_the_broadcast(trainer))
+            self._undo.append(_compat_signals.end_together(trainer, self.control))
         self.setup_precision_plugin()
         if fitting and self._resume_directory is not None:
             go_on = partial(self._go_on, *self._resume_directory)
