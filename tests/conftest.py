@@ -20,9 +20,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["LIGHTNING_PAR_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
-# Process groups that tests destroyed wait for the collector in the meshes of their trainers. If one comes to it in a
-# forked worker of a loader, gloo joins threads that are not there, and the worker dies.
-os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _collect_nothing_of_the_parent() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+# A forked worker of a loader that collects a process group, which a test has left in a cycle, dies: gloo joins threads
+# that are not in the child. Disabled before, as the hooks of Python that come first there may start a collection.
+os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=_collect_nothing_of_the_parent)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +42,7 @@ def isolation() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_meshes()
+        gc.collect()  # trainers and meshes hold groups in cycles, and each group has threads
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
     for name in set(os.environ) - set(environment):
@@ -42,13 +50,18 @@ def isolation() -> Iterator[None]:
     os.environ.update(environment)
 
 
-@pytest.fixture
-def nothing_from_before() -> Iterator[None]:
-    """Leave out the million objects that other tests and imports have left: counts of live tensors walk over them."""
+def pytest_collection_finish() -> None:
+    """Leave out a million objects of imports and collected tests: with them each collection takes half a second."""
+    forget_meshes()  # its next calls do not see the caches among them any more
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+@pytest.fixture
+def nothing_from_before() -> None:
+    """Leave out what other tests have left: counts of live tensors walk over all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

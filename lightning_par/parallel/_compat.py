@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _random
+from torch.distributed.tensor import DTensor, _random, _redistribute
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -266,7 +266,8 @@ def forget_meshes() -> None:
 
     Equal meshes count as one in them, though their groups differ: a mesh whose groups are destroyed would come back in
     results. They are functools caches, some in closures where only the garbage collector finds them, a cache in C++
-    (`_clear_DTensor_sharding_propagator_cache`, torch >= 2.10) and the random state (`_random._rng_tracker`, >= 2.0).
+    (`_clear_DTensor_sharding_propagator_cache`, torch >= 2.10), one of planners that hold meshes
+    (`clear_redistribute_planner_cache`, torch >= 2.10) and the random state (`_random._rng_tracker`, >= 2.0).
     The number that names the next group (`_world.group_count`, torch >= 2.0) differs on ranks where making one failed.
     """
     caches = (x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper)
@@ -275,6 +276,8 @@ def forget_meshes() -> None:
         cache.cache_clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         torch._C._clear_DTensor_sharding_propagator_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
     _random._rng_tracker = None
     distributed_c10d._world.group_count = 0
 
