@@ -75,8 +75,6 @@ def serve(connection: Connection, stacks: Connection) -> None:
     # Both write from C, so they also tell where a process is that waits in a collective or has crashed.
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STOP_SIGNAL, stacks.fileno(), chain=True)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     _restore_defaults()
     gc.freeze()  # the imported modules never become garbage: without them collecting takes a millisecond
@@ -150,6 +148,11 @@ def _restore_defaults() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == "lightning_par":
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import re
 import signal
@@ -102,6 +103,9 @@ def _variable_and_directory() -> tuple[str | None, Path]:
     return os.environ.get("LIGHTNING_PAR_TEST"), Path.cwd()
 
 
+LOGGERS = ["lightning_par", "lightning_par.parallel", "lightning_par.parallel.apply", "lightning.pytorch"]
+
+
 def test_settings_do_not_reach_the_next_call() -> None:
     first = run_ranks(2, _settings)
     run_ranks(2, _change_settings)
@@ -109,7 +113,9 @@ def test_settings_do_not_reach_the_next_call() -> None:
 
 
 def _settings() -> tuple[Any, ...]:
-    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(()).item(), os.environ.get("PL_GLOBAL_SEED")
+    levels = [logging.getLogger(name).level for name in LOGGERS]
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(()).item(), seed, levels
 
 
 def _change_settings() -> None:
@@ -117,6 +123,8 @@ def _change_settings() -> None:
     torch.set_grad_enabled(False)
     torch.manual_seed(5)
     os.environ["PL_GLOBAL_SEED"] = "5"
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def test_dtensor_does_not_return_the_mesh_of_an_earlier_call() -> None:
